@@ -1,0 +1,210 @@
+"""The run file: what a run is to do, complete and checked before anything starts.
+
+A run file is YAML; `a.b=value` overrides on the command line change single fields (values are YAML too). Unknown keys
+are refused with the nearest right one, so that a typing error never becomes a default that nobody chose.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from eyas.errors import UserError
+
+
+class Section(BaseModel):
+    """Strict, immutable part of a run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Target(Section):
+    """The model that is served and gets a drafter."""
+
+    model: str = Field(min_length=1)
+    """A folder with config.json, tokenizer and safetensors, or the name of a model that eyas can fetch itself."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Given to the chat template everywhere: answers, capture, bench."""
+
+
+class Engine(Section):
+    """How the target is run."""
+
+    kind: Literal["transformers"] = "transformers"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; default: all that this process may use."""
+
+
+class Prompts(Section):
+    """What the target is asked. `builtin`, or a file: .txt (a prompt a line) or .jsonl (`prompt` or `messages`)."""
+
+    train: str = "builtin"
+    heldout: str = "builtin"
+    train_limit: int | None = Field(default=None, ge=1)
+    heldout_limit: int | None = Field(default=None, ge=1)
+
+
+class Answers(Section):
+    """The target's own greedy answers: what the draft learns to predict."""
+
+    max_new_tokens: int = Field(default=128, ge=2)
+    heldout_max_new_tokens: int | None = Field(default=None, ge=2)
+    """For the held-out prompts; default: the same."""
+    batch: int = Field(default=64, ge=1)
+    """Rows decoded at once."""
+
+
+class Capture(Section):
+    """Which hidden states are taken, how they are stored and how they are proven."""
+
+    layers: Literal["default"] | list[int] = "default"
+    convention: Literal["hidden_states", "layer_output"] = "hidden_states"
+    """What explicit ids mean: positions in the list of all hidden states (0: the embedding), or 0-based layer outputs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the training features; held-out ones keep the target's. auto: the target's."""
+    proof_share: float = Field(default=0.02, gt=0, le=1)
+    """Share of the samples that are captured again, alone, and compared."""
+    max_quarantined: float = Field(default=0.01, ge=0, lt=1)
+    """Above this share of failed samples the run stops."""
+
+
+class Draft(Section):
+    """The EAGLE-3 layer."""
+
+    vocab_size: int | Literal["full"] = 32000
+    start: Literal["target", "random"] = "target"
+    """target: begin with the target's own weights where that was measured to help; random: only what the recipe asks."""
+    fc_norm: bool = False
+    norm_output: bool = False
+    """EAGLE-3.1's two switches."""
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or 'full'")
+        return value
+
+
+class Train(Section):
+    """Test-time training of the draft."""
+
+    ttt_steps: int = Field(default=7, ge=1, le=16)
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    epochs: float = Field(default=2.0, gt=0)
+    batch_tokens: int = Field(default=8192, ge=16)
+    """Tokens of packed samples to one optimizer step."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup: float = Field(default=0.015, ge=0, lt=1)
+    """Share of the steps."""
+    final_learning_rate: float = Field(default=0.02, ge=0, le=1)
+    """Floor of the cosine, as a share of learning_rate."""
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    checkpoints: int = Field(default=10, ge=1)
+    """How many times the state is saved, evenly spread."""
+    evaluations: int = Field(default=4, ge=1)
+    """How many times held-out acceptance is measured, evenly spread, the end included."""
+
+
+class Decode(Section):
+    """Speculative decoding on the held-out prompts."""
+
+    draft_tokens: int = Field(default=3, ge=1, le=16)
+    batch: int = Field(default=32, ge=1)
+    prompts: int | None = Field(default=None, ge=1)
+    """How many held-out prompts are decoded with the draft; default: all."""
+    timing_prompts: int = Field(default=6, ge=1)
+    """How many are timed one by one, with and without the draft, interleaved."""
+
+
+class RunConfig(Section):
+    """A whole run file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(default=0, ge=0)
+    target: Target
+    engine: Engine = Engine()
+    prompts: Prompts = Prompts()
+    answers: Answers = Answers()
+    capture: Capture = Capture()
+    draft: Draft = Draft()
+    train: Train = Train()
+    decode: Decode = Decode()
+
+    @model_validator(mode="after")
+    def _enough_steps(self) -> "RunConfig":
+        if len(set(self.capture.layers)) != 3 and self.capture.layers != "default":
+            raise ValueError("capture.layers: EAGLE-3 takes three different layers")
+        return self
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file and apply `a.b=value` overrides.
+
+    Raises UserError: file missing, not YAML, unknown key, wrong type or value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the run file ({error.strerror}); see recipes/ for examples") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: the run file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: a run file is a mapping (name: …, target: …); see recipes/demo.yaml")
+    for override in overrides or []:
+        _override(data, override)
+    return parse(data, str(path))
+
+
+def parse(data: dict[str, Any], where: str) -> RunConfig:
+    """Check the content of a run file; `where` names it in errors. Raises UserError."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(e) for e in error.errors())) from error
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r}: write it as key.key=value, for example train.epochs=3")
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = data.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {parent} is a single value, not a section")
+        data = child
+    try:
+        data[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in a run file's own words."""
+    steps = [str(step) for step in error["loc"]]
+    where = ".".join(steps) or "run file"
+    if error["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for step in steps[:-1]:
+            section = section.model_fields[step].annotation
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(known)
+        return f"unknown key {where}; {hint}"
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where}: {error['msg'].removeprefix('Value error, ')} (got {error.get('input')!r})"
