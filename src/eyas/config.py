@@ -5,19 +5,39 @@ are refused with the nearest right one, so that a typing error never becomes a d
 """
 
 import difflib
+import re
+import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from eyas.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-3 is a number, and a key that is written twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 class Section(BaseModel):
     """Strict, immutable part of a run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Target(Section):
@@ -27,7 +47,7 @@ class Target(Section):
     """A folder with config.json, tokenizer and safetensors, or the name of a model that eyas can fetch itself."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, JsonValue] = {}
     """Given to the chat template everywhere: answers, capture, bench."""
 
 
@@ -55,6 +75,8 @@ class Answers(Section):
     max_new_tokens: int = Field(default=128, ge=2)
     heldout_max_new_tokens: int | None = Field(default=None, ge=2)
     """For the held-out prompts; default: the same."""
+    heldout_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Of the target on held-out prompts: only in float32 is "lossless" a matter of equal tokens."""
     batch: int = Field(default=64, ge=1)
     """Rows decoded at once."""
 
@@ -64,7 +86,7 @@ class Capture(Section):
 
     layers: Literal["default"] | list[int] = "default"
     convention: Literal["hidden_states", "layer_output"] = "hidden_states"
-    """What explicit ids mean: positions in the list of all hidden states (0: the embedding), or 0-based layer outputs."""
+    """What explicit ids mean: positions in the list of all hidden states (0: the embedding), or layers from 0."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the training features; held-out ones keep the target's. auto: the target's."""
     proof_share: float = Field(default=0.02, gt=0, le=1)
@@ -77,8 +99,8 @@ class Draft(Section):
     """The EAGLE-3 layer."""
 
     vocab_size: int | Literal["full"] = 32000
-    start: Literal["target", "random"] = "target"
-    """target: begin with the target's own weights where that was measured to help; random: only what the recipe asks."""
+    start: Literal["fitted", "random"] = "fitted"
+    """target: begin with the target's own weights where that was measured to help; random: what the recipe asks."""
     fc_norm: bool = False
     norm_output: bool = False
     """EAGLE-3.1's two switches."""
@@ -157,7 +179,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: the run file is not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
@@ -174,7 +196,7 @@ def parse(data: dict[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_explain(e) for e in error.errors())) from error
+        raise UserError(f"{where}: " + "; ".join(_explain(error))) from error
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -188,23 +210,38 @@ def _override(data: dict[str, Any], override: str) -> None:
             raise UserError(f"override {override!r}: {parent} is a single value, not a section")
         data = child
     try:
-        data[last] = yaml.safe_load(value)
+        data[last] = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
 
 
-def _explain(error: Any) -> str:
-    """One pydantic error in a run file's own words."""
-    steps = [str(step) for step in error["loc"]]
-    where = ".".join(steps) or "run file"
-    if error["type"] == "extra_forbidden":
-        section: Any = RunConfig
-        for step in steps[:-1]:
-            section = section.model_fields[step].annotation
-        known = list(section.model_fields)
-        near = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(known)
-        return f"unknown key {where}; {hint}"
-    if error["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where}: {error['msg'].removeprefix('Value error, ')} (got {error.get('input')!r})"
+def _explain(error: ValidationError) -> Iterator[str]:
+    """The errors in a run file's own words, one text a field."""
+    wrong: dict[str, list[str]] = {}
+    got: dict[str, str] = {}
+    for entry in error.errors():
+        steps = [str(step) for step in entry["loc"]]
+        if entry["type"] == "extra_forbidden":
+            yield _unknown(steps)
+        elif entry["type"] == "missing":
+            yield f"{'.'.join(steps)} is missing"
+        elif not steps:
+            yield entry["msg"].removeprefix("Value error, ")
+        else:
+            # Below section and field stand the names of the types that were tried.
+            where = ".".join(steps[:2])
+            message = entry["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            wrong.setdefault(where, []).append(message)
+            got.setdefault(where, reprlib.repr(entry["input"]))
+    for where, messages in wrong.items():
+        yield f"{where}: {' or '.join(dict.fromkeys(messages))} (got {got[where]})"
+
+
+def _unknown(steps: list[str]) -> str:
+    section: Any = RunConfig
+    for step in steps[:-1]:
+        section = section.model_fields[step].annotation
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
+    hint = f"did you mean {'.'.join([*steps[:-1], near[0]])}?" if near else "known here: " + ", ".join(known)
+    return f"unknown key {'.'.join(steps)}; {hint}"

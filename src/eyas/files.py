@@ -59,11 +59,13 @@ def plain_os_errors(where: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(where if where.exists() else Path.cwd()).free / 2**20
             raise UserError(
-                f"disk full while writing {path} ({free:.0f} MiB free): free some space and run the same command again; "
-                "what is finished is kept"
+                f"disk full while writing {path} ({free:.0f} MiB free): free some space and run the same command "
+                "again; what is finished is kept"
             ) from error
         if error.errno == errno.EROFS:
             raise UserError(f"{path} is on a read-only file system: choose another folder with --runs DIR") from error
+        if error.errno == errno.ENOTDIR:
+            raise UserError(f"{path}: a file stands where a folder is needed: choose another folder") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise UserError(f"no permission for {path}: change its rights or choose another folder") from error
         raise

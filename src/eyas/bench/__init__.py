@@ -1,0 +1,1 @@
+"""The served truth: what was measured, and whether the draft should be deployed."""

@@ -1,0 +1,267 @@
+"""Proofs: a capture is worth nothing until it is shown to be right.
+
+Each proof is a function of a sample that returns the reason for which the sample is refused, or None; some also return
+how near to their limit it came. Engines lose rows, give the rows of another request, or none, without an error, and
+what is trained on those looks healthy [sglang 8066, 4997, 32089, vLLM-Hook 22]. `Proofs` runs them all and counts.
+"""
+
+import statistics
+from bisect import insort
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eyas.errors import UserError
+from eyas.store.manifest import Quarantined
+from eyas.store.shard import Sample
+
+RECAPTURE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative error between two captures of the same ids: other batches and kernels, the same states."""
+ROW_FACTOR = 5.0
+"""A single row may differ by this many times the tolerance."""
+TIE_FACTOR = 2.0
+"""Logits closer than this many resolutions are a tie."""
+NORM_FACTOR = 8.0
+NORM_SAMPLES = 16
+"""Samples before the norms are judged."""
+NORM_MEMORY = 1001
+"""Samples after which the running median is settled."""
+POSITIONS = 8
+"""Positions of a sample at which the head is applied."""
+LAYERS = ("the first layer", "the second layer", "the third layer", "the last state")
+
+
+def rows(sample: Sample, hidden: int) -> str | None:
+    """Every tensor has a row for each token, and states are `hidden` wide [sglang 8066]."""
+    tokens = len(sample.ids)
+    if tokens == 0:
+        return "no tokens"
+    for name, tensor, shape in (
+        ("aux", sample.aux, (tokens, 3 * hidden)),
+        ("last", sample.last, (tokens, hidden)),
+        ("argmax", sample.argmax, (tokens,)),
+        ("answer", sample.answer, (tokens,)),
+    ):
+        if tensor.shape != shape:
+            return f"{name} has the shape {list(tensor.shape)} where {tokens} tokens need {list(shape)}"
+    return None
+
+
+def ids(sample: Sample, vocab: int) -> str | None:
+    """Token ids are 0 to vocab-1, greedy choices too, or -1 [sglang PR 8383]."""
+    for name, values, least in (("id", sample.ids, 0), ("greedy choice", sample.argmax, -1)):
+        wrong = ((values < least) | (values >= vocab)).nonzero().flatten()
+        if len(wrong):
+            position = int(wrong[0])
+            return f"the {name} {int(values[position])} at position {position} is outside the vocabulary of {vocab}"
+    return None
+
+
+def supervised(sample: Sample) -> str | None:
+    """At least one slot counts: it is followed by two answer tokens, the one it reads and the one it predicts."""
+    if not bool((sample.answer[1:-1] & sample.answer[2:]).any()):
+        return "no answer token that is followed by another"
+    return None
+
+
+def finite(sample: Sample) -> str | None:
+    """No NaN and no infinity [speculators 615]."""
+    for name, states in zip(LAYERS, _layers(sample), strict=True):
+        wrong = (~states.isfinite().all(-1)).nonzero().flatten()
+        if len(wrong):
+            return f"{name} is not finite in {len(wrong)} rows, the first at position {int(wrong[0])}"
+    return None
+
+
+def constant(sample: Sample) -> str | None:
+    """No row of zeros; rows not all the same [vllm 46301], unless the tokens are (attention keeps such rows equal)."""
+    for name, states in zip(LAYERS, _layers(sample), strict=True):
+        zero = (~states.any(-1)).nonzero().flatten()
+        if len(zero):
+            return f"{name} is zero in {len(zero)} rows, the first at position {int(zero[0])}"
+        if bool((sample.ids != sample.ids[0]).any()) and bool((states == states[0]).all()):
+            return f"{name} is the same in all {len(states)} rows"
+    return None
+
+
+class Norms:
+    """Row norms keep to the range that earlier samples showed: layer by layer, the sample's median is within a factor
+    of 8 of the running median over samples. Medians, because the first token's norm is often huge (attention sink).
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[list[float]] = [[] for _ in LAYERS]
+
+    def check(self, sample: Sample) -> tuple[str | None, float | None]:
+        """(reason, the largest factor); both None for the first samples, which only set the range."""
+        reason, worst = None, None
+        for name, states, seen in zip(LAYERS, _layers(sample), self._seen, strict=True):
+            norm = float(states.float().norm(dim=-1).median())
+            if len(seen) >= NORM_SAMPLES:
+                usual = statistics.median(seen)
+                factor = max(norm / usual, usual / norm)
+                worst = max(worst or 0.0, factor)
+                if factor > NORM_FACTOR and reason is None:
+                    reason = f"{name} has a median norm of {norm:.3g}, usual is {usual:.3g}"
+            if len(seen) < NORM_MEMORY:
+                insort(seen, norm)
+        return reason, worst
+
+
+def greedy(sample: Sample, head: torch.Tensor) -> tuple[str | None, float]:
+    """The last state is the one that the greedy choice came from: `argmax(head @ last)` at evenly spread positions.
+
+    `head` [V, H], without a bias; scaling and soft-cap do not move an argmax. A last state from before the final norm,
+    of another layer or of another request does not pass. Returns (reason, largest gap in tolerances): see `_gaps`; the
+    resolution is that of the coarser dtype of states and head. A choice that training needs may not be unknown (-1).
+    """
+    choice = sample.argmax[:-1]
+    unknown = (sample.answer[:-1] & sample.answer[1:] & (choice < 0)).nonzero().flatten()
+    if len(unknown):
+        return f"the greedy choice at position {int(unknown[0])} is not known", 0.0
+    positions = _spread((sample.answer[1:] & (choice >= 0)).nonzero().flatten())
+    gaps = _gaps(sample.last[positions], choice[positions], head, _resolution(sample, head))
+    return _judge(positions, choice, gaps, "the head does not give the greedy choice")
+
+
+def follows(sample: Sample, head: torch.Tensor) -> tuple[str | None, float]:
+    """A greedy answer goes on with the greedy choice: argmax[i] == ids[i+1] wherever ids[i+1] belongs to an answer.
+
+    The answer may come from another pass than the states, so a tie within the tolerance of a second capture is none
+    of our business. Returns (reason, largest gap in tolerances) as `greedy` does.
+    """
+    choice, following = sample.argmax[:-1], sample.ids[1:]
+    positions = _spread((sample.answer[1:] & (choice >= 0) & (choice != following)).nonzero().flatten())
+    noise = RECAPTURE_TOLERANCE[_coarser(sample.last.dtype, head.dtype)]
+    gaps = _gaps(sample.last[positions], following[positions], head, noise)
+    return _judge(positions, following, gaps, "the answer does not go on with the greedy choice")
+
+
+def recaptured(sample: Sample, other: Sample) -> tuple[str | None, float]:
+    """The states equal those of a second capture of the same ids, alone and in the target's own dtype.
+
+    This proof alone sees the aux states: a wrong layer, a partial sum, a neighbour's rows. Compared is, layer by layer,
+    the relative Frobenius error with each row scaled to its own norm (root mean square of the rows' relative errors):
+    the first token's norm, often a thousand times the others', would hide everything else. Tolerance by the coarser
+    dtype, 1e-4 for float32 and 3e-2 for bfloat16; a single row may be off by five times that.
+    Returns (reason, largest error of a layer).
+    """
+    assert torch.equal(sample.ids, other.ids), "another sample was captured again"
+    if sample.aux.shape != other.aux.shape or sample.last.shape != other.last.shape:
+        return f"states of the shape {list(sample.aux.shape)}, and {list(other.aux.shape)} when captured again", 0.0
+    tolerance = RECAPTURE_TOLERANCE[_coarser(sample.aux.dtype, other.aux.dtype)]
+    reason, worst = None, 0.0
+    for name, states, again in zip(LAYERS, _layers(sample), _layers(other), strict=True):
+        errors = (states.float() - again.float()).norm(dim=-1) / again.float().norm(dim=-1)
+        error, row = float(errors.square().mean().sqrt()), int(errors.argmax())
+        worst = max(worst, error)
+        if reason is None and not error <= tolerance:
+            reason = f"{name} differs by {error:.2g} from a second capture, above {tolerance:.2g}"
+        elif reason is None and not float(errors[row]) <= ROW_FACTOR * tolerance:
+            reason = f"{name} differs by {float(errors[row]):.2g} at position {row} from a second capture"
+    return reason, worst
+
+
+class Proofs:
+    """All proofs, with counts.
+
+    `head` [V, H]: the target's lm_head. `greedy_answers`: the answers are the target's own greedy ones.
+    """
+
+    def __init__(self, head: torch.Tensor, greedy_answers: bool = True) -> None:
+        self._head = head
+        self._norms = Norms()
+        names = ["rows", "ids", "supervised", "finite", "constant", "norms", "greedy"]
+        names += ["follows"] * greedy_answers + ["recaptured"]
+        self._counts: dict[str, dict[str, Any]] = {name: {"checked": 0, "failed": 0, "worst": None} for name in names}
+
+    def check(self, sample: Sample) -> str | None:
+        """Why the sample is refused, the first proof that failed named first; None: it passed them all."""
+        vocab, hidden = self._head.shape
+        return (
+            self._count("rows", rows(sample, hidden))
+            or self._count("ids", ids(sample, vocab))
+            or self._count("supervised", supervised(sample))
+            or self._count("finite", finite(sample))
+            or self._count("constant", constant(sample))
+            or self._count("norms", *self._norms.check(sample))
+            or self._count("greedy", *greedy(sample, self._head))
+            or ("follows" in self._counts and self._count("follows", *follows(sample, self._head)))
+            or None
+        )
+
+    def check_again(self, sample: Sample, other: Sample) -> str | None:
+        """Why the sample is refused after `other`, a second capture of the same ids; None: they are the same."""
+        return self._count("recaptured", *recaptured(sample, other))
+
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """`{name: {checked, failed, worst}}`, for result.json. `worst`: the largest factor of norms, gap in tolerances
+        of greedy and follows, relative error of recaptured; None for the proofs that measure nothing.
+        """
+        return {name: dict(count) for name, count in self._counts.items()}
+
+    def _count(self, name: str, reason: str | None, value: float | None = None) -> str | None:
+        count = self._counts[name]
+        count["checked"] += 1
+        count["failed"] += reason is not None
+        if value is not None:
+            count["worst"] = max(count["worst"] or 0.0, value)
+        return None if reason is None else f"{name}: {reason}"
+
+
+def require_share(failed: Sequence[Quarantined], total: int, limit: float) -> None:
+    """Refuse a capture of which more than the share `limit` failed [vllm 46301].
+
+    Raises UserError with the counts and the first reasons.
+    """
+    if len(failed) > limit * total:
+        first = "; ".join(f"{sample.key}: {sample.reason}" for sample in failed[:3])
+        raise UserError(
+            f"{len(failed)} of {total} samples failed their proofs, more than capture.max_quarantined = {limit:g} "
+            f"allows: mend the capture ({first}{'; …' if len(failed) > 3 else ''})"
+        )
+
+
+def _layers(sample: Sample) -> list[torch.Tensor]:
+    """Four views [t, H]: low, mid, high, last."""
+    return [*sample.aux.chunk(3, dim=-1), sample.last]
+
+
+def _spread(positions: torch.Tensor) -> torch.Tensor:
+    """At most POSITIONS of these [n], evenly spread, the first and the last among them."""
+    if len(positions) <= POSITIONS:
+        return positions
+    return positions[torch.linspace(0, len(positions) - 1, POSITIONS).round().long()]
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _resolution(sample: Sample, head: torch.Tensor) -> float:
+    return torch.finfo(_coarser(sample.last.dtype, head.dtype)).eps
+
+
+def _gaps(last: torch.Tensor, claimed: torch.Tensor, head: torch.Tensor, noise: float) -> torch.Tensor:
+    """How far the logit of `claimed` [n] lies below the best at states `last` [n, H], in tolerances (above 1: no tie).
+
+    A relative error `noise` of a state's numbers moves a logit w.h by about noise * norm(w * h), elementwise product;
+    the logit itself is rounded to eps * abs(w.h). The tolerance is twice the sum of both, for both tokens.
+    """
+    state = last.float()
+    best = (last.to(head.dtype) @ head.T).argmax(-1)
+    top, low = state * head[best].float(), state * head[claimed].float()
+    eps = torch.finfo(_coarser(last.dtype, head.dtype)).eps
+    moved = noise * (top.norm(dim=-1) + low.norm(dim=-1)) + eps * (top.sum(-1).abs() + low.sum(-1).abs())
+    gaps: torch.Tensor = (top.sum(-1) - low.sum(-1)) / (TIE_FACTOR * moved)
+    return gaps
+
+
+def _judge(positions: torch.Tensor, claimed: torch.Tensor, gaps: torch.Tensor, what: str) -> tuple[str | None, float]:
+    if not len(gaps):
+        return None, 0.0
+    worst = int(gaps.argmax())
+    gap, position = max(0.0, float(gaps[worst])), int(positions[worst])
+    reason = f"{what} at position {position} (token {int(claimed[position])} is {gap:.1f} tolerances below the best)"
+    return (reason if gap > 1.0 else None), gap

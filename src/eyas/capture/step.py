@@ -1,0 +1,125 @@
+"""The capture step: what the answers step kept is proven, sample by sample, and becomes two feature stores.
+
+Every sample runs through the cheap proofs; a share is captured again, alone and by plain prefill, and compared. A
+sample that fails is quarantined with its reason; above a small share the run stops. Stands between answers and
+training; `train/` and `heldout/` in its output are stores.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from eyas.capture.contract import FORMAT, Contract
+from eyas.capture.proofs import Proofs, require_share
+from eyas.config import Capture
+from eyas.engines.answers import SPLITS, Targets
+from eyas.engines.inprocess.target import InProcessTarget
+from eyas.errors import UserError
+from eyas.progress import Progress
+from eyas.spec import StepSpec
+from eyas.store import store
+from eyas.store.manifest import Quarantined
+from eyas.store.shard import Sample, Shard, write
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry. Raises UserError: too many samples failed, or a split is left without any."""
+    config = spec.section(Capture)
+    progress.milestone("loading the target")
+    targets = Targets(spec)
+    batches = spec.inputs["answers"] / "batches"
+    result: dict[str, Any] = {"samples": 0, "tokens": 0, "supervised": 0, "bytes": 0, "quarantined": 0, "proofs": {}}
+    shards = {split: [Shard(path) for path in sorted(batches.glob(f"{split}-*.safetensors"))] for split in SPLITS}
+    progress.total(sum(len(s) for split in SPLITS for s in shards[split]), "samples")
+    for split in SPLITS:
+        progress.milestone(f"proving {split} samples")
+        target = targets.get(split)
+        quarantined, proofs = prove(shards[split], target, config.proof_share, progress)
+        total = sum(map(len, shards[split]))
+        require_share(quarantined, total, config.max_quarantined)
+        if total == len(quarantined):
+            raise UserError(
+                f"capture: no {split} sample is left; every answer was empty: are the prompts ones it answers?"
+            )
+        kept = without(shards[split], {q.key for q in quarantined}, out / f"mended-{split}")
+        store.create(out / split, contract(targets, split, kept[0]), [s.path for s in kept], quarantined)
+        made = store.FeatureStore.open(out / split)
+        result["samples"] += len(made)
+        result["tokens"] += made.tokens
+        result["supervised"] += made.supervised
+        result["bytes"] += sum(s.bytes for s in kept)
+        result["quarantined"] += len(quarantined)
+        for name, count in proofs.counts().items():
+            add_counts(result["proofs"].setdefault(name, {"checked": 0, "failed": 0, "worst": None}), count)
+    return result
+
+
+def prove(
+    shards: list[Shard], target: InProcessTarget, share: float, progress: Progress
+) -> tuple[list[Quarantined], Proofs]:
+    """Run all proofs over shards of the target's own greedy answers; every 1/share-th sample is captured again."""
+    proofs = Proofs(target.head)
+    every = max(1, round(1 / share))
+    failed, number = [], 0
+    for part in shards:
+        damaged = set(part.verify())
+        for i in range(len(part)):
+            sample = part.sample(i)
+            reason = "its bytes are not those that were written" if sample.key in damaged else proofs.check(sample)
+            if reason is None and number % every == 0:
+                reason = proofs.check_again(sample, capture_alone(target, sample))
+            if reason is not None:
+                failed.append(Quarantined(sample.key, reason))
+            number += 1
+            progress.advance(1)
+    return failed, proofs
+
+
+def capture_alone(target: InProcessTarget, sample: Sample) -> Sample:
+    """The sample's states from one plain pass over its ids, nothing beside it."""
+    out = target.run(sample.ids[None].to(target.device), target.cache(1, len(sample.ids)))
+    return Sample(sample.key, sample.ids, sample.answer, out.aux[0].cpu(), out.last[0].cpu(), sample.argmax)
+
+
+def without(shards: list[Shard], keys: set[str], folder: Path) -> list[Shard]:
+    """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out if empty."""
+    kept = []
+    for part in shards:
+        samples = [i for i, key in enumerate(part.keys) if key not in keys]
+        if len(samples) == len(part):
+            kept.append(part)
+        elif samples:
+            folder.mkdir(exist_ok=True)
+            path = folder / part.path.name
+            write(path, [part.sample(i) for i in samples])
+            kept.append(Shard(path))
+    return kept
+
+
+def contract(targets: Targets, split: str, shard: Shard) -> Contract:
+    """What the states of a split are."""
+    info = targets.info
+    return Contract(
+        format=FORMAT,
+        model_digest=info.model_digest,
+        tokenizer_digest=info.tokenizer_digest,
+        template_digest=info.template_digest,
+        layers=targets.layers,
+        last_is_normed=True,
+        dtype=str(shard.dtype).removeprefix("torch."),
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        engine="transformers",
+        engine_version=transformers.__version__,
+        flags={"computed_in": str(targets.dtype(split)).removeprefix("torch."), "torch": torch.__version__},
+    )
+
+
+def add_counts(total: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add one split's counts of a proof to another's."""
+    total["checked"] += more["checked"]
+    total["failed"] += more["failed"]
+    if more["worst"] is not None:
+        total["worst"] = max(total["worst"] or 0.0, more["worst"])

@@ -1,0 +1,1 @@
+"""Speculative decoding in-process, and replay: the same acceptance predicted from captured features."""

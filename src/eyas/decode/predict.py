@@ -1,0 +1,84 @@
+"""`eyas replay`: the accept length of any draft, predicted from a draft folder and prompts alone.
+
+Answers the prompts with the target in float32, keeping the states that the draft was made for, and replays the draft
+on them. On the demo's draft and held-out prompts this gives the replay step's figure again.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.config import Engine
+from eyas.corpus.read import read
+from eyas.corpus.render import Renderer
+from eyas.corpus.step import keep
+from eyas.decode.replay import load_draft, pooled, tallies
+from eyas.draft import checkpoint
+from eyas.engines import target as targets
+from eyas.engines.answers import batches, to_sample
+from eyas.engines.inprocess.generate import answer
+from eyas.engines.inprocess.target import InProcessTarget, pick_device, use_threads
+from eyas.engines.layers import default_layers, resolve
+from eyas.errors import UserError
+from eyas.progress import Progress
+
+BATCH = 32
+
+
+def predict(
+    draft: Path,
+    target: str,
+    prompts: str,
+    draft_tokens: int,
+    limit: int | None,
+    max_new_tokens: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The *acceptance* of a draft folder on prompts (`builtin` or a file), as docs/seams.md gives it.
+
+    Raises UserError: draft, target or prompts unusable, or made for each other no more.
+    """
+    engine = Engine()
+    use_threads(engine)
+    device = pick_device(engine)
+    config = checkpoint.read_config(draft)
+    info = targets.inspect(target, progress)
+    targets.require_in_process(info)
+    layers = layers_of(draft, config, info)
+    rows, rejected = read(prompts, "heldout", limit)
+    kept = keep(rows, Renderer(info, {}), info.text_config.get("max_position_embeddings"), set(), Counter(), progress)
+    if not kept:
+        raise UserError(f"{prompts}: no usable prompt ({dict(rejected)})")
+    progress.milestone("loading target and draft")
+    loaded = InProcessTarget(info, layers, torch.float32, device)
+    drafter = load_draft(draft, info, torch.float32, device)
+    progress.total(len(kept), "prompts")
+    progress.milestone("answering and replaying")
+    walks = []
+    for part in batches([row["ids"] for row in kept], BATCH):
+        answered = [a for a in answer(loaded, part, max_new_tokens, capture=torch.float32) if len(a.ids) - a.prompt > 1]
+        samples = [to_sample(a) for a in answered]
+        if samples:
+            found = tallies(drafter, samples, draft_tokens)
+            walks += [(a.ids[a.prompt :], tally) for a, tally in zip(answered, found, strict=True)]
+        progress.advance(len(part))
+    return pooled(walks, draft_tokens)
+
+
+def layers_of(draft: Path, config: dict[str, Any], info: targets.TargetInfo) -> tuple[int, int, int]:
+    """The hidden_states positions that a draft was made for: its contract's, its config's, else the default ones.
+
+    Raises UserError where its contract names another target.
+    """
+    contract = config.get("eyas", {}).get("contract")
+    if contract:
+        if contract.get("model_digest") != info.model_digest:
+            raise UserError(f"{draft}: made for another target than {info.folder} (model digests differ)")
+        return resolve(contract["layers"], "hidden_states", info.num_layers)
+    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
+        return resolve(ids, "hidden_states", info.num_layers)
+    if ids := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        return resolve(ids, "layer_output", info.num_layers)
+    return default_layers(info.num_layers)

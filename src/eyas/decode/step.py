@@ -1,0 +1,135 @@
+"""The decode step: held-out prompts answered with the exported draft, for real, and timed against plain decoding.
+
+Three facts come out: the accept length as decoded beside the one that replay predicts for the same prompts; whether
+every token equals plain decoding's (the held-out answers of the answers step); how much faster it is, one request at a
+time, with and without the draft taking turns.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.config import Answers, Decode, Engine
+from eyas.decode.acceptance import Tally
+from eyas.decode.chain import decode
+from eyas.decode.replay import answer_length, load_draft, pooled, replay, spread
+from eyas.draft.model import DraftModel
+from eyas.engines import target as targets
+from eyas.engines.inprocess.generate import answer
+from eyas.engines.inprocess.target import InProcessTarget, pick_device, pick_dtype, use_threads
+from eyas.files import read_json, write_json
+from eyas.progress import Progress, Silent
+from eyas.spec import StepSpec
+from eyas.store.store import FeatureStore
+
+TIMED_TOKENS = 64
+RESAMPLES = 2000
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry. Finished batches and timings are kept, one JSON file each."""
+    engine, config, answers = spec.section(Engine), spec.section(Decode), spec.section(Answers)
+    use_threads(engine)
+    progress.milestone("loading target and draft")
+    info = targets.read(spec.inputs["target"])
+    store = FeatureStore.open(spec.inputs["capture"] / "heldout")
+    device = pick_device(engine)
+    dtype = pick_dtype(answers.heldout_dtype, device)
+    target = InProcessTarget(info, store.contract.layers, dtype, device)
+    draft = load_draft(spec.inputs["export"], info, dtype, device)
+    longest = answers.heldout_max_new_tokens or answers.max_new_tokens
+
+    rows = spread(len(store), config.prompts)
+    timed = spread(len(store), config.timing_prompts)
+    progress.total(len(rows) + len(timed), "prompts")
+    progress.milestone("decoding with the draft")
+    records: list[dict[str, Any]] = []
+    for number, batch in enumerate(rows[i : i + config.batch] for i in range(0, len(rows), config.batch)):
+        path = out / f"decoded-{number:05}.json"
+        if not path.is_file():
+            write_json(path, decode_rows(target, draft, store, batch, longest, config.draft_tokens))
+        records += read_json(path)
+        progress.advance(len(batch))
+    progress.milestone("timing one request at a time")
+    timing = []
+    for turn, row in enumerate(timed):
+        path = out / f"timed-{turn:05}.json"
+        if not path.is_file():
+            write_json(path, time_row(target, draft, store, row, min(longest, TIMED_TOKENS), config.draft_tokens, turn))
+        timing.append(read_json(path))
+        progress.advance(1)
+
+    predicted = {row: tally for row, _, tally in replay(draft, store, config.draft_tokens, rows, Silent())}
+    kept = [(r["answer"], predicted[r["row"]]) for r in records]
+    different = [r["row"] for r in records if not r["equal"]]
+    return {
+        **pooled([(r["answer"], Tally(**r["tally"])) for r in records], config.draft_tokens),
+        "predicted": pooled(kept, config.draft_tokens),
+        "lossless": not different,
+        "mismatches": different,
+        "prompts": len(rows),
+        "dtype": str(dtype).removeprefix("torch."),
+        "speedup": speedup(timing, spec.seed),
+        "timing": timing,
+    }
+
+
+def decode_rows(
+    target: InProcessTarget,
+    draft: DraftModel,
+    store: FeatureStore,
+    rows: Sequence[int],
+    longest: int,
+    draft_tokens: int,
+) -> list[dict[str, Any]]:
+    """Decode store rows together; each with its answer, its tally and whether it equals plain decoding's."""
+    samples = [store.sample(row) for row in rows]
+    prompts = [s.ids[: len(s.ids) - answer_length(s)].tolist() for s in samples]
+    return [
+        {
+            "row": row,
+            "answer": d.ids[d.prompt :],
+            "equal": d.ids == sample.ids.tolist(),
+            "tally": {
+                "draft_tokens": draft_tokens,
+                "rounds": d.tally.rounds,
+                "reached": d.tally.reached,
+                "accepted": d.tally.accepted,
+                "rows": 1,
+            },
+        }
+        for row, sample, d in zip(rows, samples, decode(target, draft, prompts, longest, draft_tokens), strict=True)
+    ]
+
+
+def time_row(
+    target: InProcessTarget, draft: DraftModel, store: FeatureStore, row: int, tokens: int, draft_tokens: int, turn: int
+) -> dict[str, Any]:
+    """Seconds for one prompt with and without the draft; which goes first alternates with `turn`."""
+    sample = store.sample(row)
+    prompt = [sample.ids[: len(sample.ids) - answer_length(sample)].tolist()]
+    seconds, said = {}, 0
+    if turn == 0:  # the very first passes pay for memory and kernels that are set up once
+        answer(target, prompt, 4)
+        decode(target, draft, prompt, 4, draft_tokens)
+    for kind in ("plain", "draft") if turn % 2 == 0 else ("draft", "plain"):
+        began = time.perf_counter()
+        if kind == "plain":
+            said = len(answer(target, prompt, tokens)[0].ids) - len(prompt[0])
+        else:
+            decode(target, draft, prompt, tokens, draft_tokens)
+        seconds[kind] = time.perf_counter() - began
+    return {"prompt": row, "tokens": said, **seconds}
+
+
+def speedup(timing: Sequence[dict[str, float]], seed: int) -> dict[str, float]:
+    """Plain over draft seconds, pooled, with a 95 % bootstrap interval over prompts."""
+    seconds = torch.tensor([[t["plain"], t["draft"]] for t in timing], dtype=torch.float64)
+    pick = torch.randint(len(timing), (RESAMPLES, len(timing)), generator=torch.Generator().manual_seed(seed))
+    sums = seconds[pick].sum(1)
+    low, high = (sums[:, 0] / sums[:, 1]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    total = seconds.sum(0)
+    return {"ratio": float(total[0] / total[1]), "low": low, "high": high}

@@ -1,0 +1,98 @@
+"""The export step: a trained draft becomes the folder that a serving engine loads, checked by loading it again."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eyas.capture.contract import Contract
+from eyas.draft import checkpoint
+from eyas.draft.model import DraftModel
+from eyas.engines import target as targets
+from eyas.engines import weights
+from eyas.engines.layers import default_layers
+from eyas.errors import UserError
+from eyas.files import write_atomic
+from eyas.progress import Progress
+from eyas.spec import StepSpec
+from eyas.store.store import FeatureStore
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry. The draft takes the dtype of the target's own weights."""
+    info = targets.read(spec.inputs["target"])
+    store = FeatureStore.open(spec.inputs["capture"] / "train")
+    contract = store.contract
+    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder))
+    trained = checkpoint.load(spec.inputs["train"] / "draft", embedding)
+    dtype = embedding.weight.dtype
+    extra: dict[str, Any] = {"eyas": {"contract": contract.to_dict()}, "eos_token_id": list(info.eos_token_ids)}
+    if contract.layers != default_layers(info.num_layers):
+        extra |= custom_layers(trained.config.to_hf(str(dtype))["eagle_config"], contract.layers)
+    progress.milestone("writing and checking")
+    checkpoint.save(out, trained, dtype, extra)
+    again = checkpoint.load(out, embedding, dtype)
+    check_equal(trained, again, embedding)
+    write_atomic(out / "README.md", card(info, again, contract))
+    parameters = sum(t.numel() for name, t in checkpoint.tensors(again).items() if name not in ("d2t", "t2d"))
+    return {
+        "digest": checkpoint.digest(again),
+        "tensors": len(checkpoint.names(again.config)),
+        "parameters": parameters,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def custom_layers(eagle_config: dict[str, Any], layers: tuple[int, int, int]) -> dict[str, Any]:
+    """Both spellings of layers that are not the default: vLLM's hidden_states positions, SGLang's layer outputs.
+
+    SGLang adds 1 to the ids of Llama- and Qwen-type targets; the default layers are left out, since every engine reads
+    that absence alike.
+    """
+    return {
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "eagle_config": eagle_config | {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]},
+    }
+
+
+@torch.inference_mode()
+def check_equal(trained: DraftModel, again: DraftModel, embedding: nn.Embedding) -> None:
+    """What was written computes what was trained, up to the dtype's resolution. Raises UserError where it does not."""
+    generator = torch.Generator().manual_seed(0)
+    size = trained.config.hidden_size
+    state = torch.randn(4, 3 * size, generator=generator)
+    ids = torch.randint(0, trained.config.vocab_size, (4,), generator=generator)
+
+    def logits(draft: DraftModel) -> torch.Tensor:
+        dtype = draft.fc.weight.dtype
+        fused = draft.fuse(state.to(dtype))
+        x = draft.inputs(fused, ids)
+        angles = draft.angles(torch.zeros(4, dtype=torch.int64), x)
+        _, value = draft.keys_values(x, angles)
+        repeat = draft.config.num_attention_heads // draft.config.num_key_value_heads
+        return draft.logits(draft.finish(value.repeat_interleave(repeat, 1), fused)).float()
+
+    one, other = logits(trained), logits(again)
+    error = float((one - other).norm() / one.norm())
+    if not error < 16 * torch.finfo(again.fc.weight.dtype).eps:
+        raise UserError(f"export: the written draft computes something else (relative difference {error:.2e})")
+    if not torch.equal(trained.target_ids, again.target_ids):
+        raise UserError("export: the vocabulary map changed in writing")
+    if not torch.equal(trained.rotary.inv_freq, again.rotary.inv_freq):
+        raise UserError("export: rotary frequencies changed in writing; rope_parameters are incomplete")
+
+
+def card(info: targets.TargetInfo, draft: DraftModel, contract: Contract) -> str:
+    """README.md of the exported folder."""
+    c = draft.config
+    return f"""# EAGLE-3 draft for {info.folder.name}
+
+Trained and exported by eyas. One layer, width {c.hidden_size}, {c.draft_vocab_size} of {c.vocab_size} tokens,
+hidden states {list(contract.layers)} (positions in the list of all hidden states, 0 being the embedding).
+Serves contexts up to {c.max_position_embeddings} tokens; it was trained on what the run folder's store holds.
+
+    python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 \\
+        --speculative-draft-model-path DRAFT --speculative-num-steps 3 --speculative-eagle-topk 1 \\
+        --speculative-num-draft-tokens 4
+"""

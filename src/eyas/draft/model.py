@@ -1,0 +1,162 @@
+"""The EAGLE-3 draft model: parameters under the names that SGLang loads, and the arithmetic of one layer pass.
+
+What attends to what is decided by the callers: `draft/unroll.py` (training and replay) and `decode/chain.py`
+(generation with a key-value cache). Shapes: T slots, H hidden, D draft vocabulary, A query heads, G key-value heads,
+E head size.
+"""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from eyas.draft.config import DraftConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 (or wider) as the targets do."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm over the last dimension; shape and dtype stay."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The projections; attention itself belongs to the caller."""
+
+    def __init__(self, c: DraftConfig) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, c: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+
+
+class Layer(nn.Module):
+    """The only decoder layer; its two inputs have a norm each."""
+
+    def __init__(self, c: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class DraftModel(nn.Module):
+    """EAGLE-3 (arXiv 2503.01840): three states of the target and the next token in, a guess at the token after out.
+
+    `embed_tokens` is the target's, frozen, and no part of the checkpoint. `d2t` int64 [D] holds offsets:
+    target id = draft id + d2t[draft id]; `t2d` bool [V] marks the target ids that the draft knows.
+    """
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def __init__(self, c: DraftConfig, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        if embed_tokens.weight.shape[1] != c.hidden_size:
+            raise ValueError(
+                f"embeddings of width {embed_tokens.weight.shape[1]} do not fit a draft of {c.hidden_size}"
+            )
+        self.config = c
+        self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
+        if c.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
+        self.midlayer = Layer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
+        self.embed_tokens = embed_tokens.requires_grad_(False)
+        self.rotary = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=c.hidden_size,
+                num_attention_heads=c.num_attention_heads,
+                head_dim=c.head_dim,
+                max_position_embeddings=c.max_position_embeddings,
+                rope_parameters=c.rope_parameters,
+            )
+        )
+
+    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Take the sorted target ids [D] that the draft knows as its vocabulary."""
+        size = self.config.draft_vocab_size
+        assert target_ids.shape == (size,)
+        assert bool((target_ids[1:] > target_ids[:-1]).all())
+        self.d2t.copy_(target_ids - torch.arange(size, device=target_ids.device))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """The target id of each draft id, int64 [D]."""
+        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    def fuse(self, aux_TC: torch.Tensor) -> torch.Tensor:
+        """The captured states, [T, 3H] low to high, as one state `g` [T, H]. Once a chain: never for own states."""
+        if self.config.fc_norm:
+            parts = aux_TC.split(self.config.hidden_size, dim=-1)
+            aux_TC = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux_TC)
+
+    def inputs(self, state_TH: torch.Tensor, next_ids_T: torch.Tensor) -> torch.Tensor:
+        """Layer input [T, 2H]: the normed embedding of the next token first, then the normed state."""
+        embed_TH = self.embed_tokens(next_ids_T).to(state_TH.dtype)
+        return torch.cat([self.midlayer.input_layernorm(embed_TH), self.midlayer.hidden_norm(state_TH)], dim=-1)
+
+    def angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [T, E] of the rotary embedding at `positions` [T]."""
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0].to(like.dtype), sin[0].to(like.dtype)
+
+    def queries(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Rotated queries [T, A, E] of layer inputs [T, 2H]."""
+        return self._rotate(self.midlayer.self_attn.q_proj(x), angles)
+
+    def keys_values(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values, each [T, G, E], of layer inputs [T, 2H]."""
+        attn = self.midlayer.self_attn
+        return self._rotate(attn.k_proj(x), angles), attn.v_proj(x).unflatten(-1, (-1, self.config.head_dim))
+
+    def finish(self, attended_TAE: torch.Tensor, state_TH: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer after attention: the next state h' [T, H], before the final norm."""
+        hidden_TH = state_TH + self.midlayer.self_attn.o_proj(attended_TAE.flatten(-2))
+        return hidden_TH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_TH))
+
+    def hand_on(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """The state that the next step receives: h' itself; with EAGLE-3.1's `norm_output` the normed one."""
+        return self.norm(hidden_TH) if self.config.norm_output else hidden_TH
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Logits [T, D] over the draft vocabulary."""
+        return self.lm_head(self.norm(hidden_TH))
+
+    def _rotate(self, flat: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        heads = flat.unflatten(-1, (-1, self.config.head_dim))
+        cos, sin = angles
+        rotated, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=-2)
+        return rotated

@@ -1,0 +1,82 @@
+"""A plan: the steps in order, each with the digest that names its output.
+
+The digest of a step covers everything that can change what it makes: name, entry, code, its sections of the run file,
+the seed, the outside files that it names, and the digests of the steps and services that it needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.digests import digest_json
+from eyas.plan import code
+from eyas.plan.graph import Step, in_order
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One step (or service) of a plan."""
+
+    step: Step
+    digest: str
+    code: str
+    config: dict[str, Any]
+    """The sections that it reads, as JSON values."""
+    inputs: dict[str, str]
+    """Digests of the steps that it needs."""
+
+    @property
+    def name(self) -> str:
+        """The step's name."""
+        return self.step.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole run: everything is known before anything starts."""
+
+    seed: int
+    steps: tuple[Planned, ...]
+    """Each after all that it needs."""
+    services: tuple[Planned, ...] = ()
+
+    def service(self, name: str) -> Planned:
+        """The service of this name."""
+        return next(service for service in self.services if service.name == name)
+
+    def needs(self, planned: Planned) -> set[str]:
+        """The steps that must be finished before this one starts: its own needs and those of its services."""
+        return set(planned.step.needs).union(*(self.service(name).step.needs for name in planned.step.leases))
+
+
+def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, services: tuple[Step, ...] = ()) -> Plan:
+    """Order the steps and compute their digests; `sections` is the run file as JSON values.
+
+    Raises UserError: an entry whose module is not there.
+    """
+    by_name = {service.name: service for service in services}
+    made: dict[str, Planned] = {}
+    served: dict[str, Planned] = {}
+
+    def planned(step: Step) -> Planned:
+        config = {name: sections[name] for name in step.sections}
+        inputs = {name: made[name].digest for name in step.needs}
+        code_digest = code.digest(step.entry)
+        content = {
+            "step": step.name,
+            "entry": step.entry,
+            "code": code_digest,
+            "config": config,
+            "seed": seed,
+            "outside": dict(step.outside),
+            "inputs": inputs,
+            "services": {name: served[name].digest for name in step.leases},
+        }
+        return Planned(step, digest_json(content), code_digest, config, inputs)
+
+    for step in in_order(steps, services):
+        for name in step.leases:
+            if name not in served:
+                served[name] = planned(by_name[name])
+        made[step.name] = planned(step)
+    return Plan(seed, tuple(made.values()), tuple(served.values()))

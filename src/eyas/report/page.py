@@ -1,0 +1,333 @@
+"""The page: a run folder becomes `report.html`, one file that needs nothing else.
+
+Every section is a function from the run to HTML. Where its data is missing it is one grey sentence, so that a run that
+failed or is still going gives a page too.
+"""
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from eyas.files import write_atomic
+from eyas.report.data import Run, Step, curve, mapping, number, read, rows
+
+NO_PLOTS = "The plots need matplotlib, which is not installed here: pip install 'eyas[report]' and report again."
+
+
+def build(run_folder: Path) -> Path:
+    """Write `report.html` into the run folder, whatever state the run is in; return its path."""
+    path = run_folder / "report.html"
+    write_atomic(path, render(read(run_folder)))
+    return path
+
+
+def render(run: Run) -> str:
+    """The whole page."""
+    parts = [
+        _errors(run),
+        _headline(run),
+        _figures(run),
+        _pair(_acceptance(run), _counts(run)),
+        _pair(_loss(run), _training(run)),
+        _pair(_rates(run), _timeline(run)),
+        _steps(run),
+        _proofs(run),
+        _configuration(run),
+        _versions(run),
+    ]
+    style = resources.files("eyas.report").joinpath("style.css").read_text(encoding="utf-8")
+    body = "\n".join(part for part in parts if part)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_text(run.name)} · eyas</title>
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+# Sections, in the order of the page
+
+
+def _errors(run: Run) -> str:
+    return "\n".join(
+        f'<p class="error"><strong>The step {_text(step.name)} failed.</strong> '
+        f"{_text(step.error or 'It left no error line; see its log.txt.')}</p>"
+        for step in run.steps
+        if step.failed
+    )
+
+
+def _headline(run: Run) -> str:
+    name = f'<p class="run">eyas run {_text(run.name)}</p>'
+    if not run.verdict:
+        return f"{name}\n<h1>No verdict yet</h1>\n" + _grey("The last step has not finished: nothing is proven.")
+    deploy = mapping(run.verdict.get("deploy"))
+    limit = number(deploy.get("max_concurrency"))
+    requests = "one request" if limit == 1 else f"up to {_amount(limit)} requests"
+    kind, words = {
+        "yes": ("yes", f"Deploy this drafter: it pays, measured with {requests} at a time"),
+        "up_to": ("yes", f"Deploy this drafter for {requests} at a time, no more"),
+    }.get(str(deploy.get("verdict")), ("no", "Do not deploy this drafter"))
+    reasons = run.verdict.get("reasons")
+    said = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
+    first = f"<p>{_text(said[0])}</p>" if said else ""
+    rest = "".join(f"<li>{_text(reason)}</li>" for reason in said[1:])
+    return f'{name}\n<h1 class="{kind}">{words}</h1>\n{first}' + (f'\n<ul class="reasons">{rest}</ul>' if rest else "")
+
+
+def _figures(run: Run) -> str:
+    if not run.verdict:
+        return _section("Key figures", _grey("There are no key figures before the verdict."))
+    length = mapping(run.verdict.get("accept_length"))
+    cards = [
+        ("Accept length, decoded", _decimal(length.get("served")), "tokens a verify step, the bonus token included"),
+        ("Accept length, predicted", _decimal(length.get("predicted")), "by replay, on the same prompts"),
+    ]
+    for row in rows(run.verdict.get("speedup")):
+        limit = number(row.get("concurrency"))
+        at = "one request at a time" if limit == 1 else f"{_amount(limit)} requests at a time"
+        low, high = _decimal(row.get("low")), _decimal(row.get("high"))
+        ratio = number(row.get("ratio"))
+        cards.append(("Speed-up", "–" if ratio is None else f"{ratio:.2f}×", f"interval {low} to {high}, {at}"))
+    if run.verdict.get("lossless") is True:
+        cards.append(("Lossless", "yes", "answers equal the target's own"))
+    else:
+        cards.append(("Lossless", "no", "answers differ from the target's own"))
+    cards.append(_time_to_verdict(run))
+    looping = mapping(length.get("looping"))
+    if number(looping.get("rows")):
+        count = _amount(number(looping.get("rows")))
+        note = f"decoded; {_decimal(looping.get('predicted'))} predicted; {count} rows, left out"
+        cards.append(("Looping rows alone", _decimal(looping.get("served")), note))
+    items = "".join(
+        f'<div><dt>{_text(name)}</dt><dd class="value">{_text(value)}</dd><dd class="note">{_text(note)}</dd></div>'
+        for name, value, note in cards
+    )
+    return f'<dl class="figures">{items}</dl>'
+
+
+def _time_to_verdict(run: Run) -> tuple[str, str, str]:
+    """The headline figure. Reused steps count with the time that they took when they worked."""
+    good = mapping(run.verdict.get("deploy")).get("verdict") in ("yes", "up_to")
+    name = "Time to a verified drafter" if good else "Time to this verdict"
+    spans = [step.span for step in run.steps if step.span and not step.reused]
+    worked = max(end for _, end in spans) - min(start for start, _ in spans) if spans else 0.0
+    reused = sum(step.seconds or 0.0 for step in run.steps if step.reused)
+    count = sum(step.reused for step in run.steps)
+    if not worked and not reused:
+        return name, "–", "no timeline was written"
+    note = "from the first step on"
+    if count:
+        note = f"{_duration(reused)} of it by {count} reused step{'' if count == 1 else 's'}"
+    return name, _duration(worked + reused), note
+
+
+def _positions(run: Run) -> list[dict[str, Any]]:
+    return rows(mapping(run.verdict.get("accept_length")).get("by_position"))
+
+
+def _acceptance(run: Run) -> str:
+    title, positions = "Acceptance by position", _positions(run)
+    if not positions:
+        return _section(title, _grey("Acceptance by position is known after the verdict."))
+    rates = {
+        name: [_rate(row.get(accepted), of) for row, of in zip(positions, totals, strict=True)]
+        for name, accepted, totals in (
+            ("predicted", "accepted_predicted", [row.get("reached_predicted") for row in positions]),
+            ("decoded", "accepted_served", [row.get("reached") for row in positions]),
+            ("predicted joint", "accepted_predicted", [positions[0].get("reached_predicted")] * len(positions)),
+            ("decoded joint", "accepted_served", [positions[0].get("reached")] * len(positions)),
+        )
+    }
+    places = [int(number(row.get("position")) or 0) for row in positions]
+    return _section(title, _plot(lambda plots: plots.acceptance(places, rates)))
+
+
+def _counts(run: Run) -> str:
+    positions = _positions(run)
+    if not positions:
+        return ""
+    lines = []
+    for row in positions:
+        for name, reached, accepted in (
+            ("predicted", "reached_predicted", "accepted_predicted"),
+            ("decoded", "reached", "accepted_served"),
+        ):
+            counts = (_amount(number(row.get(reached))), _amount(number(row.get(accepted))))
+            rate = _rate(row.get(accepted), row.get(reached))
+            joint = _rate(row.get(accepted), positions[0].get(reached))
+            place = f"{_amount(number(row.get('position')))} {name}"
+            lines.append((place, *counts, _percent(rate), _percent(joint)))
+    heads = ("position", "reached", "accepted", "rate", "joint")
+    note = (
+        '<p class="note">Rate: the share that the target accepted of the drafts that it reached at this position. '
+        "Joint: the share of all verify steps that accepted this far.</p>"
+    )
+    return _section("Counts", _table(heads, lines, numbers=(1, 2, 3, 4)) + note)
+
+
+def _metrics(run: Run) -> list[dict[str, Any]]:
+    step = run.step("train")
+    return step.metrics if step else []
+
+
+def _loss(run: Run) -> str:
+    tokens, values = curve(_metrics(run), "tokens", "loss")
+    drawn = _plot(lambda plots: plots.loss(tokens, values)) if tokens else _grey("No loss was recorded.")
+    return _section("Loss over training", drawn)
+
+
+def _training(run: Run) -> str:
+    steps, values = curve(_metrics(run), "step", "accept_length")
+    drawn = _plot(lambda plots: plots.length(steps, values)) if steps else _grey("No evaluation was recorded.")
+    return _section("Held-out accept length over training", drawn)
+
+
+def _rates(run: Run) -> str:
+    curves: list[tuple[list[float], list[float]]] = []
+    while len(curves) < 4 and (points := curve(_metrics(run), "step", f"accept_{len(curves) + 1}"))[0]:
+        curves.append(points)
+    title = "Held-out acceptance by position over training"
+    return _section(title, _plot(lambda plots: plots.rates(curves))) if curves else ""
+
+
+def _timeline(run: Run) -> str:
+    bars = [
+        (step.name, *(step.span or (0.0, 0.0)), step.reused, step.failed)
+        for step in run.steps
+        if step.span or step.reused
+    ]
+    if not bars:
+        return _section("Timeline", _grey("There is no timeline here."))
+    return _section("Timeline", _plot(lambda plots: plots.timeline(bars)))
+
+
+def _proofs(run: Run) -> str:
+    step = run.step("capture")
+    proofs = mapping(step.result.get("proofs")) if step else {}
+    lines = []
+    for name, proof in proofs.items():
+        checked, failed = (_amount(number(mapping(proof).get(count))) for count in ("checked", "failed"))
+        lines.append((name, checked, failed, _value(mapping(proof).get("worst"))))
+    table = _table(("proof", "checked", "failed", "worst"), lines, numbers=(1, 2, 3))
+    return _section("Proofs of the capture", table or _grey("There is no finished capture here."))
+
+
+def _steps(run: Run) -> str:
+    lines = [(step.name, step.state, _duration(step.seconds), *_work(step), step.digest[:12]) for step in run.steps]
+    heads = ("step", "state", "time", "work", "rate", "digest")
+    return _section("Steps", _table(heads, lines, numbers=(2, 3, 4)) or _grey("No step has begun."))
+
+
+def _work(step: Step) -> tuple[str, str]:
+    """Work done in the step's longest stretch, and its rate."""
+    if step.phase is None:
+        return "–", "–"
+    done, total, unit = step.phase.done, step.phase.total, step.phase.unit
+    work = f"{_amount(done)} {unit}" if done >= total else f"{_amount(done)} of {_amount(total)} {unit}"
+    return work, f"{_amount(step.phase.rate)} {unit}/s" if step.phase.rate else "–"
+
+
+def _configuration(run: Run) -> str:
+    return _section("Configuration", _pre(run.config) if run.config else _grey("There is no run.yaml here."))
+
+
+def _versions(run: Run) -> str:
+    table = _table(("what", "version"), run.versions.items())
+    return _section("Versions", table or _grey("There is no versions.json here."))
+
+
+# Pieces of HTML
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _grey(sentence: str) -> str:
+    return f'<p class="grey">{_text(sentence)}</p>'
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{_text(text)}</pre>"
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{_text(title)}</h2>\n{content}\n</section>"
+
+
+def _pair(left: str, right: str) -> str:
+    return f'<div class="pair">\n{left}\n{right}\n</div>'
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table that scrolls sideways by itself where the screen is narrow; empty without lines."""
+    css = ['class="n"' if column in numbers else "" for column in range(len(heads))]
+    body = [
+        "<tr>" + "".join(f"<td {kind}>{_text(cell)}</td>" for kind, cell in zip(css, line, strict=True)) + "</tr>"
+        for line in lines
+    ]
+    if not body:
+        return ""
+    head = "".join(f"<th {kind}>{_text(name)}</th>" for kind, name in zip(css, heads, strict=True))
+    joined = "\n".join([f"<tr>{head}</tr>", *body]).replace("<td >", "<td>").replace("<th >", "<th>")
+    return f'<div class="scroll"><table>\n{joined}\n</table></div>'
+
+
+def _plot(draw: Callable[[Any], str]) -> str:
+    """Draw with the plots module, or say in the plot's place what is missing."""
+    try:
+        from eyas.report import plots
+    except ImportError:
+        return _grey(NO_PLOTS)
+    return draw(plots)
+
+
+# Figures in words
+
+
+def _rate(part: object, whole: object) -> float | None:
+    counted, of = number(part), number(whole)
+    return counted / of if counted is not None and of else None
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:.1%}".replace("%", " %")
+
+
+def _decimal(value: object) -> str:
+    figure = number(value)
+    return "–" if figure is None else f"{figure:.2f}"
+
+
+def _amount(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def _value(value: object) -> str:
+    figure = number(value)
+    return str("–" if value is None else value) if figure is None else f"{figure:.3g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

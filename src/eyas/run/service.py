@@ -1,0 +1,79 @@
+"""Services: programs that steps lease, such as a model server.
+
+The runner starts a service before the first step that leases it, and ends its process group when the last one is done.
+A service that dies is started again, together with the step that noticed (exit code 75), at most three times.
+"""
+
+from eyas.errors import UserError
+from eyas.files import write_json
+from eyas.plan.digests import Plan, Planned
+from eyas.run import process
+from eyas.run.folder import RunFolder, StepFolder, read_or_empty
+
+SERVICE_DIED = 75
+RESTARTS = 3
+
+
+class Service:
+    """The lease of one service."""
+
+    def __init__(self, run: RunFolder, plan: Plan, planned: Planned) -> None:
+        self.name = planned.name
+        self.folder = StepFolder(run.service(planned).path)
+        self.child: process.Child | None = None
+        self.restarts = 0
+        self._spec = spec(run, plan, planned)
+
+    def attach(self) -> None:
+        """Take over the service if an earlier runner left it running."""
+        self.child = process.attach(self.folder.path)
+
+    def ready(self) -> dict[str, object] | None:
+        """What leasing steps are told, once the service answers; starts it, and starts it again if it died.
+
+        Raises UserError when it cannot be brought up.
+        """
+        if self.child is None:
+            self._start()
+        elif not self.child.running():
+            ended = self.child.exit()
+            self.child = None
+            if ended["code"] == 2:
+                raise UserError(f"service {self.name}: {ended['error']}")
+            self.count_restart(f"{ended['error']}; log: {self.folder.path / 'log.txt'}")
+            self._start()
+        return read_or_empty(self.folder.path / "ready.json") or None
+
+    def count_restart(self, why: str) -> None:
+        """Allow one more restart. Raises UserError after the third."""
+        if self.restarts == RESTARTS:
+            raise UserError(f"service {self.name} died {RESTARTS + 1} times, at last: {why}")
+        self.restarts += 1
+
+    def end(self) -> None:
+        """End its process group."""
+        if self.child is not None:
+            process.end([self.child])
+        self.child = None
+
+    def _start(self) -> None:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        (self.folder.path / "ready.json").unlink(missing_ok=True)
+        write_json(self.folder.path / "spec.json", self._spec)
+        self.child = process.start(self.folder.path, self.name, "--service")
+
+
+def spec(run: RunFolder, plan: Plan, planned: Planned) -> dict[str, object]:
+    """spec.json of a step or service, less its leases."""
+    steps = {other.name: other for other in plan.steps}
+    return {
+        "step": planned.name,
+        "entry": planned.step.entry,
+        "digest": planned.digest,
+        "code": planned.code,
+        "seed": plan.seed,
+        "config": planned.config,
+        "outside": dict(planned.step.outside),
+        "inputs": {name: str(run.step(steps[name]).out.absolute()) for name in planned.step.needs},
+        "services": {},
+    }

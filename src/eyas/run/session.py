@@ -1,0 +1,93 @@
+"""One `eyas run`, from the lock to the report."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import UserError
+from eyas.files import plain_os_errors, write_json
+from eyas.plan.digests import Plan
+from eyas.run import lock
+from eyas.run.executor import FINISHED, STOPPED, Executor
+from eyas.run.faults import missing_extra
+from eyas.run.folder import RunFolder
+from eyas.run.journal import Journal
+from eyas.run.timeline import timeline
+from eyas.run.view import View, Watcher
+
+OUTCOMES = {FINISHED: "finished", STOPPED: "stopped"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    seconds: float
+    views: list[View]
+    notes: list[str]
+    """What could not be done afterwards, such as the report without matplotlib."""
+
+
+def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher) -> Outcome:
+    """Make or continue the run folder: run the plan, then write verdict, timeline, draft link and report.
+
+    `resolved` is the run file with every default. Raises UserError: folder owned by another runner, disk full or
+    read-only, journal damaged.
+    """
+    started = time.time()
+    if folder.is_file():
+        raise UserError(f"{folder} is a file, not a run folder: choose another folder with --runs DIR")
+    with plain_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.hold(folder):
+            run_folder = RunFolder(folder)
+            journal = Journal(run_folder.journal, os.getpid(), socket.gethostname())
+            outcome = "failed"
+            try:
+                run_folder.begin(plan, resolved)
+                machine = {
+                    "device": str(resolved.get("engine", {}).get("device", "")),
+                    "model": str(resolved.get("target", {}).get("model", "")),
+                }
+                executor = Executor(run_folder, plan, journal, watcher, machine)
+                code = executor.run()
+                outcome = OUTCOMES.get(code, "failed")
+                views = list(executor.views.values())
+                notes = _conclude(run_folder, plan, views, started)
+            finally:
+                journal.end(outcome)
+    return Outcome(code, time.time() - started, views, notes)
+
+
+def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> list[str]:
+    results = {view.name: view.folder.result() for view in views if view.state == "finished"}
+    versions = run.versions(results)
+    write_json(run.path / "versions.json", versions)
+    seconds = {view.name: round(view.seconds, 3) for view in views if view.seconds is not None}
+    verdict = results.get("verdict") or {"reasons": [f"{v.name} failed: {v.error}" for v in views if v.error]}
+    write_json(run.path / "verdict.json", {**verdict, "seconds": seconds, "versions": versions, "seed": plan.seed})
+    write_json(run.path / "timeline.json", timeline(run.path.name, plan, views, started))
+    if "export" in results and all(view.state == "finished" for view in views):
+        run.link_draft(next(view.folder.out for view in views if view.name == "export"))
+    return report(run.path, strict=False)
+
+
+def report(folder: Path, strict: bool = True) -> list[str]:
+    """Build report.html; returns what stood in the way, which raises when `strict`."""
+    try:
+        from eyas.report import build
+
+        build(folder)
+    except Exception as error:
+        plain = missing_extra(error) if isinstance(error, ImportError) else None
+        if strict:
+            if plain:
+                raise plain from error
+            raise
+        why = plain or f"{type(error).__name__}: {error}"
+        return [f"no report.html ({why}); build it later with `eyas report {folder}`"]
+    return []

@@ -1,0 +1,1 @@
+"""Test-time training of the draft on captured features."""

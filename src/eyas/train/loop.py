@@ -1,0 +1,125 @@
+"""The training loop: one optimizer step a batch, resumable bit for bit.
+
+The schedule and the order of samples are functions of the step number, so the state is the draft, the optimizer's
+moments and that number. Kept as one safetensors file, written atomically.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from eyas.config import Train
+from eyas.draft.loss import Teacher, counting, unrolled_loss
+from eyas.draft.model import DraftModel
+from eyas.draft.unroll import unroll
+from eyas.errors import UserError
+from eyas.files import write_atomic
+from eyas.train.packing import Batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step was like: its loss, the learning rate, supervised positions at step 0."""
+
+    number: int
+    loss: float
+    learning_rate: float
+    positions: int
+
+
+class Trainer:
+    """A draft in training.
+
+    `head` [D, H]: the target's lm_head rows of the draft vocabulary. `autocast`: dtype of the matrix products, None
+    for the parameters' own (float32 masters stay in either case).
+    """
+
+    def __init__(
+        self, draft: DraftModel, head: torch.Tensor, config: Train, steps: int, autocast: torch.dtype | None = None
+    ) -> None:
+        self.draft, self.head, self.config, self.steps, self.autocast = draft, head, config, steps, autocast
+        self.number = 0
+        self._named = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
+        matrices = [p for _, p in self._named if p.dim() >= 2]
+        vectors = [p for _, p in self._named if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        first, second = config.betas
+        self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(first, second), fused=True)
+
+    def learning_rate(self, number: int) -> float:
+        """Of optimizer step `number`, counted from 0: linear warm-up, then a cosine down to its floor."""
+        c = self.config
+        warmup = max(1, round(c.warmup * self.steps))
+        floor = c.final_learning_rate
+        cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * number / self.steps))
+        return c.learning_rate * min(1.0, (number + 1) / warmup) * cosine
+
+    def step(self, batch: Batch, names: str = "") -> Step:
+        """Train on one batch. A loss or gradient that is no number is a UserError that names step and samples."""
+        c = self.config
+        counts = counting(batch.packed, c.ttt_steps)
+        with torch.autocast(self.head.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            teacher = Teacher(batch.packed, batch.last, batch.argmax, self.head, self.draft.t2d)
+            outputs = unroll(self.draft, batch.packed, batch.aux, c.ttt_steps)
+            loss = unrolled_loss(self.draft, outputs, teacher, counts, c.step_decay)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named], c.clip)
+        value = float(loss.detach())
+        if not math.isfinite(value) or not math.isfinite(float(norm)):
+            raise UserError(
+                f"train: loss {value}, gradient norm {float(norm)} at step {self.number}, samples {names}: "
+                "lower train.learning_rate, or remove these samples"
+            )
+        rate = self.learning_rate(self.number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.number += 1
+        return Step(self.number, value, rate, counts[0])
+
+    def save(self, path: Path) -> None:
+        """Write everything that a resumed run needs."""
+        state = {name: p.detach() for name, p in self._named} | {"d2t": self.draft.d2t, "t2d": self.draft.t2d}
+        for name, p in self._named:
+            for moment in ("exp_avg", "exp_avg_sq") if p in self._optimizer.state else ():
+                state[f"{moment}:{name}"] = self._optimizer.state[p][moment]
+        host = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+        about = {"eyas": json.dumps({"number": self.number, "steps": self.steps})}
+        write_atomic(path, safetensors.torch.save(host, metadata=about))
+
+    def restore(self, path: Path) -> None:
+        """Go on from a file of `save`. Raises UserError where it belongs to another schedule or is damaged."""
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["eyas"])
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, KeyError, safetensors.SafetensorError) as error:
+            raise UserError(f"{path}: damaged training state ({error}); delete it to begin anew") from error
+        if about["steps"] != self.steps:
+            raise UserError(f"{path}: of a schedule with {about['steps']} steps, not {self.steps}; delete it")
+        self.number = int(about["number"])
+        with torch.no_grad():
+            self.draft.d2t.copy_(state["d2t"])
+            self.draft.t2d.copy_(state["t2d"])
+            for name, p in self._named:
+                p.copy_(state[name])
+                if self.number:
+                    moments = {m: state[f"{m}:{name}"].to(p.device).clone() for m in ("exp_avg", "exp_avg_sq")}
+                    self._optimizer.state[p] = {"step": torch.tensor(float(self.number), device=p.device), **moments}
+
+
+def evenly(times: int, steps: int) -> set[int]:
+    """Step numbers, 1..steps, at which something that is wanted `times` times is done; the last one is `steps`."""
+    return {round(steps * (i + 1) / times) for i in range(times)} - {0}
+
+
+def mean_loss(steps: Sequence[Step]) -> float:
+    """Mean loss of a stretch of steps."""
+    return sum(s.loss for s in steps) / len(steps)

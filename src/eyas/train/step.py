@@ -1,0 +1,143 @@
+"""The training step: features and vocabulary in, trained weights out. Stands between capture and export."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eyas.config import Draft, Engine, Train
+from eyas.decode.replay import pooled, replay, spread
+from eyas.draft import checkpoint, start, vocabulary
+from eyas.draft.config import DraftConfig
+from eyas.draft.model import DraftModel
+from eyas.draft.unroll import chain_lengths
+from eyas.engines import target as targets
+from eyas.engines import weights
+from eyas.engines.inprocess.target import native_bfloat16, pick_device, use_threads
+from eyas.errors import UserError
+from eyas.progress import Progress, Silent
+from eyas.spec import StepSpec
+from eyas.store.store import FeatureStore
+from eyas.train.loop import Step, Trainer, evenly, mean_loss
+from eyas.train.packing import pack, plan
+
+STATE = "state.safetensors"
+DRAFT = "draft"
+"""Folder of the trained draft in float32, in the output."""
+CURVE_ROWS = 48
+"""Held-out answers behind each point of the acceptance curve; the verdict's figures use all of them."""
+CURVE_TOKENS = 3
+"""Draft tokens of the curve."""
+SAY_EVERY = 10
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry. Saves its state evenly spread over the run and goes on from the last one."""
+    engine, config = spec.section(Engine), spec.section(Train)
+    use_threads(engine)
+    device = pick_device(engine)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    store = FeatureStore.open(spec.inputs["capture"] / "train")
+    heldout = FeatureStore.open(spec.inputs["capture"] / "heldout")
+    batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
+    draft, head = build(spec, device)
+    autocast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else None
+    trainer = Trainer(draft, head, config, len(batches), autocast)
+    state = out / STATE
+    if state.is_file():
+        trainer.restore(state)
+    else:
+        progress.milestone("fitting the start")
+        begin(spec, draft, store)
+        _evaluate(trainer, heldout, progress)
+        trainer.save(state)
+    lengths = store.lengths
+    tokens = [sum(lengths[i] for i in batch) for batch in batches]
+    progress.total(sum(tokens), "tokens", sum(tokens[: trainer.number]))
+    progress.milestone("training")
+    saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
+    recent: list[Step] = []
+    began, first = time.monotonic(), trainer.number
+    for number in range(trainer.number, len(batches)):
+        samples = [store.sample(i) for i in batches[number]]
+        recent.append(trainer.step(pack(samples, device, torch.float32), _names(samples)))
+        progress.advance(tokens[number])
+        if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
+            said = sum(tokens[: trainer.number])
+            progress.metric(
+                step=trainer.number, tokens=said, loss=mean_loss(recent), learning_rate=recent[-1].learning_rate
+            )
+            recent = recent[-1:] if trainer.number == len(batches) else []
+        if trainer.number in evaluations:
+            _evaluate(trainer, heldout, progress)
+        if trainer.number in saves:
+            trainer.save(state)
+    seconds = max(time.monotonic() - began, 1e-9)
+    (out / DRAFT).mkdir(exist_ok=True)
+    checkpoint.save(out / DRAFT, draft, torch.float32)
+    return {
+        "steps": len(batches),
+        "tokens": sum(tokens),
+        "loss": recent[-1].loss if recent else None,
+        "tokens_per_second": sum(tokens[first:]) / seconds,
+        "digest": checkpoint.digest(draft),
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def build(spec: StepSpec, device: torch.device) -> tuple[DraftModel, torch.Tensor]:
+    """An untrained draft with its vocabulary, and the target's head rows [D, H] for it, both float32 on `device`."""
+    info = targets.read(spec.inputs["target"])
+    section = spec.section(Draft)
+    ids = vocabulary.read(spec.inputs["vocabulary"])
+    config = DraftConfig.from_target(info.config, len(ids), fc_norm=section.fc_norm, norm_output=section.norm_output)
+    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).float())
+    draft = DraftModel(config, embedding)
+    draft.set_vocabulary(ids)
+    head = weights.head(info.folder)[ids].float()
+    return draft.to(device), head.to(device)
+
+
+@torch.no_grad()
+def begin(spec: StepSpec, draft: DraftModel, store: FeatureStore) -> None:
+    """Give the draft its first weights, as the run file's `draft.start` says."""
+    info = targets.read(spec.inputs["target"])
+    generator = torch.Generator().manual_seed(spec.seed)
+    head = weights.head(info.folder)[draft.target_ids.cpu()].float()
+    start.random(draft, head, weights.final_norm(info.folder).float(), generator)
+    if spec.section(Draft).start == "random":
+        return
+    aux, following, goals = [], [], []
+    found = 0
+    for i in torch.randperm(len(store), generator=generator).tolist():
+        batch = pack([store.sample(i)], draft.fc.weight.device, torch.float32)
+        slots = chain_lengths(batch.packed, 1).nonzero().flatten()
+        aux.append(batch.aux[slots])
+        following.append(batch.packed.ids[slots + 1])
+        goals.append(batch.last[slots + 1])
+        found += len(slots)
+        if found >= start.MOST:
+            break
+    if not found:
+        raise UserError("train: no answer in the training set has two tokens; look at the answers step's output")
+    start.fitted(draft, torch.cat(aux), torch.cat(following), torch.cat(goals))
+
+
+def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress) -> None:
+    rows = spread(len(heldout), CURVE_ROWS)
+    walks = [
+        (sample.ids[sample.answer].tolist(), tally)
+        for _, sample, tally in replay(trainer.draft, heldout, CURVE_TOKENS, rows, Silent())
+    ]
+    figures = pooled(walks, CURVE_TOKENS)
+    joint = {
+        f"accept_{entry['position']}": entry["accepted"] / max(1, figures["rounds"]) for entry in figures["by_position"]
+    }
+    progress.metric(step=trainer.number, accept_length=figures["accept_length"], **joint)
+
+
+def _names(samples: list[Any]) -> str:
+    return ", ".join(sample.key[:12] for sample in samples[:5]) + (" …" if len(samples) > 5 else "")

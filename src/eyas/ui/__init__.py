@@ -1,0 +1,1 @@
+"""What people see in a terminal: the live table, plain lines, the closing summary."""

@@ -1,0 +1,90 @@
+"""`eyas plan` and `eyas status`: a run before and while it goes on."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from eyas.plan.changes import why
+from eyas.plan.digests import Plan
+from eyas.run import lock, outputs, process
+from eyas.run.folder import RunFolder, StepFolder
+from eyas.run.journal import expected
+from eyas.run.protocol import printable
+from eyas.ui.text import amount, duration
+
+
+def planned(folder: Path, plan: Plan) -> str:
+    """What `eyas run` would do with this folder, a line a step."""
+    run = RunFolder(folder)
+    rows, left, unknown = [], 0.0, False
+    for step in plan.steps:
+        there = run.step(step)
+        if there.running:
+            what = "runs now"
+        elif there.out.exists() and (problem := outputs.verify(there.out)) is None:
+            what = "finished, reused"
+        else:
+            seconds = expected(run.journal, step.name, step.step.work)
+            left, unknown = left + (seconds or 0), unknown or seconds is None
+            if there.out.exists():
+                reason = str(problem)
+            else:
+                reason = "goes on where it stopped" if there.path.exists() else why(step, there.path.parent)
+            what = f"would run ({reason})" + (f", about {duration(seconds)}" if seconds is not None else "")
+        rows.append(f"{step.name:12}  {step.digest[:8]}  {what}")
+    if left:
+        rows.append(f"Expected: {'at least ' if unknown else ''}{duration(left)}.")
+    return "\n".join(rows)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """How far a run is, as JSON. Raises UserError when this is no run folder."""
+    run = RunFolder(folder)
+    owner = lock.owner(folder)
+    runner = {"pid": owner.get("pid"), "host": owner.get("host"), "running": process.alive(owner)}
+    steps = [_status(name, step) for name, step in run.steps().items()]
+    return {"run": str(folder), "runner": runner, "steps": steps}
+
+
+def _status(name: str, step: StepFolder) -> dict[str, Any]:
+    said, ended = step.progress(), step.exit()
+    if step.running:
+        state = "running"
+    elif step.finished:
+        state = "finished"
+    elif ended.get("code"):
+        state = "failed"
+    else:
+        state = "stopped" if process.who_runs(step.path) else "waiting"
+    return {
+        "step": name,
+        "digest": step.path.name,
+        "state": state,
+        "done": said.done,
+        "total": said.total,
+        "unit": said.unit,
+        "rate": said.rate if state == "running" else None,
+        "eta": said.eta(time.time()) if state == "running" else None,
+        "seconds": step.seconds(),
+        "milestone": said.milestone,
+        "error": ended.get("error") if state == "failed" else None,
+        "folder": str(step.path),
+    }
+
+
+def as_text(status: dict[str, Any]) -> str:
+    """The status for people."""
+    runner = status["runner"]
+    head = f"runner: process {runner['pid']} on {runner['host']}" if runner["running"] else "no runner"
+    lines = [f"{status['run']}: {head}"]
+    for step in status["steps"]:
+        parts = [step["error"] or ""]
+        if step["state"] == "running":
+            if step["total"] is not None:
+                parts.append(f"{amount(step['done'])}/{amount(step['total'])} {step['unit']}")
+            if step["eta"] is not None:
+                parts.append(f"{duration(step['eta'])} left")
+            parts.append(step["milestone"])
+        text = printable(", ".join(part for part in parts if part))
+        lines.append(f"{step['step']:12}  {step['state']:8}  {duration(step['seconds']):>12}  {text}".rstrip())
+    return "\n".join(lines)

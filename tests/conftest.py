@@ -1,0 +1,54 @@
+"""Shared by all tests. Its place makes tests/toys.py and tests/toyrun.py importable."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import tiny
+
+# Machines that do other work meanwhile are slow now and then.
+hypothesis.settings.register_profile("eyas", deadline=None)
+hypothesis.settings.load_profile("eyas")
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes can import tests/toys.py too; no report is built; the executor looks often."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr("eyas.run.session.report", lambda folder, strict=True: [])
+    monkeypatch.setattr("eyas.run.executor.TICK_SECONDS", 0.02)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's target, fetched into the user's own cache."""
+    from eyas.engines.fetch import fetch
+    from eyas.progress import Silent
+
+    return fetch("smollm2-135m-instruct", Silent())
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_tiny(architecture="llama", layers=8, tied=True, seed=0)`: the folder of a random model; see tests/tiny.py.
+
+    Each is made once a session and shared: copy it before changing it.
+    """
+    made: dict[tuple[str, int, bool, int], Path] = {}
+
+    def make(architecture: str = "llama", layers: int = 8, tied: bool = True, seed: int = 0) -> Path:
+        key = (architecture, layers, tied, seed)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(f"tiny-{architecture}-{layers}-{seed}-")
+            tiny.write(made[key], *key)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(make_tiny: Callable[..., Path]) -> Path:
+    """A random Llama of 8 layers; read-only."""
+    return make_tiny()

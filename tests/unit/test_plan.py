@@ -1,0 +1,141 @@
+"""The demo's graph and its digests."""
+
+import os
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas import config
+from eyas.errors import UserError
+from eyas.files import write_json
+from eyas.plan import code, digests, graph
+from eyas.plan.changes import why
+from eyas.plan.graph import Step
+
+ALL = ("target", "prompts", "answers", "capture", "vocabulary", "train", "export", "replay", "decode", "verdict")
+
+
+def load(**sections: Any) -> config.RunConfig:
+    return config.parse({"name": "demo", "target": {"model": "m"}, **sections}, "test")
+
+
+@pytest.fixture(autouse=True)
+def _one_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "digest", lambda entry: "code")
+
+
+def changed(**sections: Any) -> list[str]:
+    """The steps whose digest differs from that of the plain run file."""
+    before, after = (
+        digests.make(graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed)
+        for loaded in (load(), load(**sections))
+    )
+    return [new.name for old, new in zip(before.steps, after.steps, strict=True) if old.digest != new.digest]
+
+
+def test_the_graph_is_the_table_of_the_seams() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "seams.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| `(eyas\.[\w.]+:\w+)` \| ?([\w, ]*?) ?\|", text, re.MULTILINE)
+    table = [(name, entry, tuple(n for n in needs.replace(" ", "").split(",") if n)) for name, entry, needs in rows]
+    assert [(step.name, step.entry, step.needs) for step in graph.build(load())] == table
+    assert tuple(name for name, _, _ in table) == ALL
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, []),
+        ({"decode": {"timing_prompts": 2}}, ["train", "export", "replay", "decode", "verdict"]),
+        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "verdict"]),
+        ({"draft": {"vocab_size": 9}}, ["vocabulary", "train", "export", "replay", "decode", "verdict"]),
+        ({"answers": {"batch": 2}}, list(ALL[2:])),
+        ({"prompts": {"train_limit": 2}}, list(ALL[1:])),
+        ({"seed": 1}, list(ALL)),
+        ({"name": "other"}, []),
+    ],
+)
+def test_an_edit_changes_only_what_follows(sections: dict[str, Any], expected: list[str]) -> None:
+    assert changed(**sections) == expected
+
+
+def test_heavy_steps_take_the_cpu() -> None:
+    heavy = [step.name for step in graph.build(load()) if step.resources == ("cpu",)]
+    assert heavy == ["answers", "capture", "train", "replay", "decode"]
+
+
+def test_prompt_files_count_by_content(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("one\n")
+    sections = {"prompts": {"train": str(path)}}
+    before = graph.build(load(**sections))[1].outside
+    path.write_text("two\n")
+    assert graph.build(load(**sections))[1].outside != before
+    path.unlink()
+    with pytest.raises(UserError, match=rf"prompts\.train: cannot read {path} \(No such file"):
+        graph.build(load(**sections))
+
+
+def test_a_target_folder_counts_without_reading_weights(tmp_path: Path) -> None:
+    header = b'{"__metadata__":{}}'
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(header)) + header + b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "README.md").write_text("")
+
+    def outside() -> dict[str, str]:
+        return dict(graph.build(load(target={"model": str(tmp_path)}))[0].outside)
+
+    before = outside()
+    assert {Path(name).name for name in before} == {"config.json", "tokenizer.json", "model.safetensors"}
+    os.utime(weights, ns=(1, 1))
+    touched = outside()
+    assert touched != before
+    with weights.open("r+b") as file:
+        file.seek(10)
+        file.write(b"x")
+    os.utime(weights, ns=(1, 1))
+    assert outside() != touched
+    weights.write_bytes(b"\xff" * 8)
+    outside()
+
+
+def test_a_graph_that_is_none_is_refused() -> None:
+    a, b = Step("a", "x:y", needs=("b",)), Step("b", "x:y", needs=("a",))
+    with pytest.raises(AssertionError, match="in a circle: a, b"):
+        graph.in_order((a, b))
+    with pytest.raises(AssertionError, match="a needs b, which is no step"):
+        graph.in_order((a,))
+    with pytest.raises(AssertionError, match="same name"):
+        graph.in_order((replace(a, needs=()), replace(a, needs=())))
+    with pytest.raises(AssertionError, match="leases web, which is no service"):
+        graph.in_order((Step("a", "x:y", leases=("web",)),))
+    assert [step.name for step in graph.in_order((a, replace(b, needs=())))] == ["b", "a"]
+
+
+def test_why_a_step_runs_again(tmp_path: Path) -> None:
+    step = Step("train", "x:y", needs=("capture",), sections=("train",), outside=(("p.txt", "1"),))
+    now = digests.Planned(step, "new", "code", {"train": {"epochs": 2, "clip": 1}}, {"capture": "c1"})
+    assert why(now, tmp_path) == "first time"
+
+    def old(**other: Any) -> str:
+        spec = {
+            "code": "code",
+            "config": {"train": {"epochs": 2, "clip": 1}},
+            "outside": {"p.txt": "1"},
+            "inputs": {"capture": "/r/steps/capture/c1/out"},
+        }
+        (tmp_path / "old").mkdir(exist_ok=True)
+        write_json(tmp_path / "old" / "spec.json", spec | other)
+        return why(now, tmp_path)
+
+    assert old(config={"train": {"epochs": 1, "clip": 1}}) == "changed: train.epochs"
+    assert old(code="other", outside={}) == "changed: code, outside files"
+    assert old(inputs={"capture": "/r/steps/capture/c0/out"}) == "changed: input capture"
+    assert old() == "changed: seed, entry or services"
+    (tmp_path / "old" / "spec.json").write_text("{")
+    assert why(now, tmp_path) == "first time"
