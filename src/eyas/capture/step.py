@@ -84,7 +84,7 @@ def capture_alone(target: InProcessTarget, sample: Sample) -> Sample:
 
 
 def without(shards: list[Shard], keys: set[str], folder: Path) -> list[Shard]:
-    """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out if empty."""
+    """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out."""
     kept = []
     for part in shards:
         samples = [i for i, key in enumerate(part.keys) if key not in keys]

@@ -5,6 +5,7 @@ forcing changes nothing here: a walk only ever uses a guess whose forerunners we
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def tallies(draft: DraftModel, samples: Sequence[Sample], draft_tokens: int) -> 
         hits[out.slots, out.step] = (guess == batch.packed.ids[out.slots + 2 + out.step]).to(torch.int8)
     table, starts = hits.tolist(), batch.packed.starts.tolist()
     walks = []
-    for sample, start, end in zip(samples, starts, starts[1:], strict=True):
+    for sample, (start, end) in zip(samples, pairwise(starts), strict=True):
         first = len(sample.ids) - answer_length(sample)
         walks.append(walk(table[start:end], first, len(sample.ids), draft_tokens))
     return walks
