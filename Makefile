@@ -1,0 +1,37 @@
+# Everything that a newcomer types. Each target sets up its own virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= recipes/demo.yaml
+
+.PHONY: demo test test-long lint format clean
+
+# The main job, end to end, on the embedded engine. Interrupt it as you like; the same command goes on.
+demo: $(VENV)/.demo
+	$(VENV)/bin/eyas run $(RUN) $(ARGS)
+
+# What CI runs.
+test: $(VENV)/.dev lint
+	$(VENV)/bin/python -m pytest -m "not long" $(ARGS)
+
+# Minutes of kills and whole runs; results belong into benchmarks/results.
+test-long: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m long $(ARGS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff format src tests benchmarks
+	$(VENV)/bin/ruff check --fix src tests benchmarks
+
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf) choose where packages come from.
+$(VENV)/.%: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
