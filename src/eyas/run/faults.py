@@ -7,7 +7,7 @@ from pathlib import Path
 from eyas.errors import UserError
 from eyas.files import plain_os_errors
 
-TRAIN_MODULES = ("torch", "transformers", "safetensors", "numpy", "jinja2", "gguf")
+TRAIN_MODULES = ("torch", "transformers", "safetensors", "numpy", "jinja2")
 MEMORY_TEXTS = ("DefaultCPUAllocator: can't allocate", "DefaultCPUAllocator: not enough memory", "out of memory")
 
 
@@ -32,7 +32,7 @@ def missing_extra(error: ImportError) -> UserError | None:
     """The line that names the extra to install, if that is why an import failed."""
     top = (error.name or "").partition(".")[0]
     if top in TRAIN_MODULES:
-        extra = "demo" if top == "gguf" else "train"
+        extra = "train"
         return UserError(f"{top} is not installed: pip install 'eyas[{extra}]'")
     if top == "matplotlib":
         return UserError("matplotlib is not installed: pip install 'eyas[report]'")
