@@ -81,7 +81,8 @@ def load(folder: Path, embed_tokens: nn.Embedding, dtype: torch.dtype | None = N
             )
     draft.load_state_dict(state | {"embed_tokens.weight": embed_tokens.weight}, assign=False)
     ids = draft.target_ids
-    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or int(draft.t2d.sum()) != len(ids.unique()):
+    inside = bool(((ids >= 0) & (ids < config.vocab_size)).all())
+    if not inside or not bool(draft.t2d[ids].all()) or int(draft.t2d.sum()) != len(ids.unique()):
         raise UserError(f"{folder / WEIGHTS}: d2t and t2d do not agree; the vocabulary map is damaged [EAGLE 222]")
     if dtype is not None:
         for module in (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from eyas.capture.contract import Contract
+from eyas.digests import digest_file
 from eyas.draft import checkpoint
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
@@ -24,20 +25,20 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     info = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "train")
     contract = store.contract
-    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder))
+    stored = weights.embedding(info.folder)
+    dtype, embedding = stored.dtype, nn.Embedding.from_pretrained(stored.float())
     trained = checkpoint.load(spec.inputs["train"] / "draft", embedding)
-    dtype = embedding.weight.dtype
     extra: dict[str, Any] = {"eyas": {"contract": contract.to_dict()}, "eos_token_id": list(info.eos_token_ids)}
     if contract.layers != default_layers(info.num_layers):
         extra |= custom_layers(trained.config.to_hf(str(dtype))["eagle_config"], contract.layers)
     progress.milestone("writing and checking")
     checkpoint.save(out, trained, dtype, extra)
-    again = checkpoint.load(out, embedding, dtype)
-    check_equal(trained, again, embedding)
+    again = checkpoint.load(out, embedding, torch.float32)
+    check_equal(trained, again, dtype)
     write_atomic(out / "README.md", card(info, again, contract))
     parameters = sum(t.numel() for name, t in checkpoint.tensors(again).items() if name not in ("d2t", "t2d"))
     return {
-        "digest": checkpoint.digest(again),
+        "digest": digest_file(out / checkpoint.WEIGHTS),
         "tensors": len(checkpoint.names(again.config)),
         "parameters": parameters,
         "dtype": str(dtype).removeprefix("torch."),
@@ -57,25 +58,27 @@ def custom_layers(eagle_config: dict[str, Any], layers: tuple[int, int, int]) ->
 
 
 @torch.inference_mode()
-def check_equal(trained: DraftModel, again: DraftModel, embedding: nn.Embedding) -> None:
-    """What was written computes what was trained, up to the dtype's resolution. Raises UserError where it does not."""
+def check_equal(trained: DraftModel, again: DraftModel, written: torch.dtype) -> None:
+    """What was read back computes what was trained, up to the written dtype's resolution; both drafts in float32.
+
+    Raises UserError where it does not.
+    """
     generator = torch.Generator().manual_seed(0)
     size = trained.config.hidden_size
     state = torch.randn(4, 3 * size, generator=generator)
     ids = torch.randint(0, trained.config.vocab_size, (4,), generator=generator)
 
     def logits(draft: DraftModel) -> torch.Tensor:
-        dtype = draft.fc.weight.dtype
-        fused = draft.fuse(state.to(dtype))
+        fused = draft.fuse(state)
         x = draft.inputs(fused, ids)
         angles = draft.angles(torch.zeros(4, dtype=torch.int64), x)
         _, value = draft.keys_values(x, angles)
         repeat = draft.config.num_attention_heads // draft.config.num_key_value_heads
-        return draft.logits(draft.finish(value.repeat_interleave(repeat, 1), fused)).float()
+        return draft.logits(draft.finish(value.repeat_interleave(repeat, 1), fused))
 
     one, other = logits(trained), logits(again)
     error = float((one - other).norm() / one.norm())
-    if not error < 16 * torch.finfo(again.fc.weight.dtype).eps:
+    if not error < 16 * torch.finfo(written).eps:
         raise UserError(f"export: the written draft computes something else (relative difference {error:.2e})")
     if not torch.equal(trained.target_ids, again.target_ids):
         raise UserError("export: the vocabulary map changed in writing")

@@ -128,8 +128,11 @@ class DraftModel(nn.Module):
 
     def angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine [T, E] of the rotary embedding at `positions` [T]."""
-        cos, sin = self.rotary(like, positions[None])
-        return cos[0].to(like.dtype), sin[0].to(like.dtype)
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        turns = positions[:, None].to(wide) * self.rotary.inv_freq.to(wide)
+        turns = torch.cat([turns, turns], -1)
+        scale = self.rotary.attention_scaling
+        return (turns.cos() * scale).to(like.dtype), (turns.sin() * scale).to(like.dtype)
 
     def queries(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotated queries [T, A, E] of layer inputs [T, 2H]."""

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+FEW = 8
+"""Up to so many new tokens plain products are faster than the fused attention (by 1.7 at 1, on two CPU cores)."""
+
 
 @dataclass
 class KVCache:
@@ -85,7 +88,12 @@ class Window:
         values[rows, :, self.positions] = value.transpose(1, 2)
         batch, heads, new, size = query.shape
         grouped = query.reshape(batch, key.shape[1], -1, size)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            grouped, keys[:, :, : self.seen], values[:, :, : self.seen], attn_mask=mask, scale=scale
-        )
+        seen_keys, seen_values = keys[:, :, : self.seen], values[:, :, : self.seen]
+        if new <= FEW:
+            scores = (grouped * (size**-0.5 if scale is None else scale)) @ seen_keys.transpose(2, 3)
+            out = (scores + mask).softmax(-1) @ seen_values
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                grouped, seen_keys, seen_values, attn_mask=mask, scale=scale
+            )
         return out.reshape(batch, heads, new, size).transpose(1, 2)

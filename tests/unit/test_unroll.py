@@ -1,0 +1,118 @@
+"""The unroll and its loss against the recipe written out slot by slot."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import reference
+from eyas.draft.config import DraftConfig
+from eyas.draft.loss import Teacher, counting, unrolled_loss
+from eyas.draft.model import DraftModel
+from eyas.draft.unroll import Packed, chain_lengths, unroll
+
+V, D, H = 23, 11, 12
+SHAPE = {"heads": 4, "groups": 2, "size": 6, "theta": 5000.0, "eps": 1e-5}
+
+
+def make_draft(fc_norm: bool = False, norm_output: bool = False, seed: int = 0) -> DraftModel:
+    torch.manual_seed(seed)
+    rope = {"rope_type": "default", "rope_theta": SHAPE["theta"]}
+    config = DraftConfig(H, 20, 4, 2, 6, V, D, SHAPE["eps"], rope, 128, fc_norm=fc_norm, norm_output=norm_output)
+    draft = DraftModel(config, nn.Embedding(V, H)).double()
+    draft.rotary.inv_freq = 5000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+    draft.set_vocabulary(torch.randperm(V)[:D].sort().values)
+    for parameter in draft.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return draft
+
+
+def make_documents(masks: list[list[bool]], seed: int = 0):
+    torch.manual_seed(seed + 100)
+    return [
+        (
+            torch.randint(0, V, (len(mask),)),
+            torch.tensor(mask),
+            torch.randn(len(mask), 3 * H, dtype=torch.float64),
+            torch.randn(len(mask), H, dtype=torch.float64),
+            torch.randint(0, V, (len(mask),)),
+        )
+        for mask in masks
+    ]
+
+
+def packed_loss(draft, documents, head, steps, decay=0.8):
+    ids, answer, aux, last, argmax = (torch.cat(column) for column in zip(*documents, strict=True))
+    starts = torch.tensor([0] + [len(d[0]) for d in documents]).cumsum(0)
+    batch = Packed(ids, answer, starts)
+    teacher = Teacher(batch, last, argmax, head[draft.target_ids], draft.t2d)
+    return unrolled_loss(draft, unroll(draft, batch, aux, steps), teacher, counting(batch, steps), decay)
+
+
+MASKS = [
+    [False, False, True, True, True, True, True],
+    [False, True, True, False, True, True, True, True, False, False],  # holes, and an end that is no answer
+    [False, False, False],  # nothing counts
+    [True] * 6,
+    [False, True],
+]
+
+
+@pytest.mark.parametrize(("fc_norm", "norm_output"), [(False, False), (True, False), (False, True), (True, True)])
+def test_loss_and_every_gradient_equal_the_reference(fc_norm, norm_output):
+    draft = make_draft(fc_norm, norm_output)
+    documents, head = make_documents(MASKS), torch.randn(V, H, dtype=torch.float64)
+    packed_loss(draft, documents, head, 4).backward()
+    named = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+    ours = {name: p.grad.clone() for name, p in named.items()}
+    value = packed_loss(draft, documents, head, 4)
+    draft.zero_grad()
+    shape = reference.Shape(**SHAPE, fc_norm=fc_norm, norm_output=norm_output)
+    wanted = reference.loss(named, shape, draft.embed_tokens.weight, head, draft.target_ids, documents, 4, 0.8)
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=0)
+    wanted.backward()
+    for name, p in named.items():
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(1, 5))
+def test_any_masks_give_the_reference_loss(masks, steps):
+    draft = make_draft(seed=3)
+    documents, head = make_documents(masks), torch.randn(V, H, dtype=torch.float64)
+    named = dict(draft.named_parameters())
+    with torch.no_grad():
+        value = packed_loss(draft, documents, head, steps)
+        shape = reference.Shape(**SHAPE)
+        wanted = reference.loss(named, shape, draft.embed_tokens.weight, head, draft.target_ids, documents, steps, 0.8)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(1, 5))
+def test_chain_lengths_follow_the_definition(masks, steps):
+    batch = Packed(
+        torch.zeros(sum(map(len, masks)), dtype=torch.int64),
+        torch.tensor([flag for mask in masks for flag in mask]),
+        torch.tensor([0] + [len(mask) for mask in masks]).cumsum(0),
+    )
+    wanted = [sum(reference.counts(mask, t, k) for k in range(steps)) for mask in masks for t in range(len(mask))]
+    assert chain_lengths(batch, steps).tolist() == wanted
+
+
+def test_packing_changes_nothing():
+    draft, documents = make_draft(seed=5), make_documents(MASKS, seed=5)
+    head = torch.randn(V, H, dtype=torch.float64)
+    batches = [Packed(d[0], d[1], torch.tensor([0, len(d[0])])) for d in documents]
+    counts = [sum(c) for c in zip(*(counting(b, 3) for b in batches), strict=True)]
+    apart = 0
+    for batch, (_, _, aux, last, argmax) in zip(batches, documents, strict=True):
+        teacher = Teacher(batch, last, argmax, head[draft.target_ids], draft.t2d)
+        apart = apart + unrolled_loss(draft, unroll(draft, batch, aux, 3), teacher, counts, 0.8)
+    torch.testing.assert_close(packed_loss(draft, documents, head, 3), apart, rtol=1e-12, atol=0)
+
+
+def test_a_batch_without_answers_has_no_loss():
+    draft, documents = make_draft(), make_documents([[False, False, False]])
+    value = packed_loss(draft, documents, torch.randn(V, H, dtype=torch.float64), 3)
+    assert float(value) == 0.0
