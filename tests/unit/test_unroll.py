@@ -21,7 +21,7 @@ def make_draft(fc_norm: bool = False, norm_output: bool = False, seed: int = 0) 
     rope = {"rope_type": "default", "rope_theta": SHAPE["theta"]}
     config = DraftConfig(H, 20, 4, 2, 6, V, D, SHAPE["eps"], rope, 128, fc_norm=fc_norm, norm_output=norm_output)
     draft = DraftModel(config, nn.Embedding(V, H)).double()
-    draft.rotary.inv_freq = 5000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+    draft.inverse_frequencies = 5000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
     draft.set_vocabulary(torch.randperm(V)[:D].sort().values)
     for parameter in draft.parameters():
         if parameter.requires_grad:

@@ -113,19 +113,31 @@ class Norms:
         return reason, worst
 
 
-def greedy(sample: Sample, head: torch.Tensor) -> tuple[str | None, float]:
+def judged(sample: Sample) -> torch.Tensor:
+    """The positions, int64 [n], at which `greedy` compares: evenly spread where an answer goes on."""
+    return _spread((sample.answer[1:] & (sample.argmax[:-1] >= 0)).nonzero().flatten())
+
+
+def best(last: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """`argmax(head @ last)` of states `last` [n, H]: int64 [n], where the states are. The head stays where it is."""
+    found: torch.Tensor = (last.to(head.device, head.dtype) @ head.T).argmax(-1)
+    return found.to(last.device)
+
+
+def greedy(sample: Sample, head: torch.Tensor, known: torch.Tensor | None = None) -> tuple[str | None, float]:
     """The last state is the one that the greedy choice came from: `argmax(head @ last)` at evenly spread positions.
 
     `head` [V, H], without a bias; scaling and soft-cap do not move an argmax. A last state from before the final norm,
     of another layer or of another request does not pass. Returns (reason, largest gap in tolerances): see `_gaps`; the
     resolution is that of the coarser dtype of states and head. A choice that training needs may not be unknown (-1).
+    `known`: what `best` gives at the `judged` positions, where it was computed for many samples at once.
     """
     choice = sample.argmax[:-1]
     unknown = (sample.answer[:-1] & sample.answer[1:] & (choice < 0)).nonzero().flatten()
     if len(unknown):
         return f"the greedy choice at position {int(unknown[0])} is not known", 0.0
-    positions = _spread((sample.answer[1:] & (choice >= 0)).nonzero().flatten())
-    gaps = _gaps(sample.last[positions], choice[positions], head, _resolution(sample, head))
+    positions = judged(sample)
+    gaps = _gaps(sample.last[positions], choice[positions], head, _resolution(sample, head), known)
     return _judge(positions, choice, gaps, "the head does not give the greedy choice")
 
 
@@ -176,9 +188,19 @@ class Proofs:
     def __init__(self, head: torch.Tensor, greedy_answers: bool = True) -> None:
         self._head = head.detach()
         self._norms = Norms()
+        self._known: dict[str, torch.Tensor] = {}
         names = ["rows", "ids", "supervised", "finite", "constant", "norms", "greedy"]
         names += ["follows"] * greedy_answers + ["recaptured"]
         self._counts: dict[str, dict[str, Any]] = {name: {"checked": 0, "failed": 0, "worst": None} for name in names}
+
+    def look_ahead(self, samples: Sequence[Sample]) -> None:
+        """Compute the head's choices for samples that `check` will see next, in one product: several times faster."""
+        whole = [sample for sample in samples if rows(sample, self._head.shape[1]) is None]
+        positions = [judged(sample) for sample in whole]
+        if whole:
+            found = best(torch.cat([s.last[p] for s, p in zip(whole, positions, strict=True)]), self._head)
+            parts = found.split([len(p) for p in positions])
+            self._known = {sample.key: part for sample, part in zip(whole, parts, strict=True)}
 
     def check(self, sample: Sample) -> str | None:
         """Why the sample is refused, the first proof that failed named first; None: it passed them all."""
@@ -190,7 +212,7 @@ class Proofs:
             or self._count("finite", finite(sample))
             or self._count("constant", constant(sample))
             or self._count("norms", *self._norms.check(sample))
-            or self._count("greedy", *greedy(sample, self._head))
+            or self._count("greedy", *greedy(sample, self._head, self._known.get(sample.key)))
             or ("follows" in self._counts and self._count("follows", *follows(sample, self._head)))
             or None
         )
@@ -247,17 +269,21 @@ def _resolution(sample: Sample, head: torch.Tensor) -> float:
     return torch.finfo(_coarser(sample.last.dtype, head.dtype)).eps
 
 
-def _gaps(last: torch.Tensor, claimed: torch.Tensor, head: torch.Tensor, noise: float) -> torch.Tensor:
+def _gaps(
+    last: torch.Tensor, claimed: torch.Tensor, head: torch.Tensor, noise: float, known: torch.Tensor | None = None
+) -> torch.Tensor:
     """How far the logit of `claimed` [n] lies below the best at states `last` [n, H], in tolerances (above 1: no tie).
 
     The head stays where it is; the few states go there.
     A relative error `noise` of a state's numbers moves a logit w.h by about noise * norm(w * h), elementwise product;
     the logit itself is rounded to eps * abs(w.h). The tolerance is twice the sum of both, for both tokens.
     """
+    if not len(last):
+        return torch.zeros(0)
+    top_ids = (best(last, head) if known is None else known).to(head.device)
     last, claimed = last.to(head.device), claimed.to(head.device)
     state = last.float()
-    best = (last.to(head.dtype) @ head.T).argmax(-1)
-    top, low = state * head[best].float(), state * head[claimed].float()
+    top, low = state * head[top_ids].float(), state * head[claimed].float()
     eps = torch.finfo(_coarser(last.dtype, head.dtype)).eps
     moved = noise * (top.norm(dim=-1) + low.norm(dim=-1)) + eps * (top.sum(-1).abs() + low.sum(-1).abs())
     gaps: torch.Tensor = (top.sum(-1) - low.sum(-1)) / (TIE_FACTOR * moved)

@@ -23,6 +23,9 @@ from eyas.store import store
 from eyas.store.manifest import Quarantined
 from eyas.store.shard import Sample, Shard, write
 
+AHEAD = 32
+"""Samples whose head products are computed together."""
+
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry. Raises UserError: too many samples failed, or a split is left without any."""
@@ -66,6 +69,8 @@ def prove(
     for part in shards:
         damaged = set(part.verify())
         for i in range(len(part)):
+            if i % AHEAD == 0:
+                proofs.look_ahead([part.sample(j) for j in range(i, min(i + AHEAD, len(part)))])
             sample = part.sample(i)
             reason = "its bytes are not those that were written" if sample.key in damaged else proofs.check(sample)
             if reason is None and number % every == 0:

@@ -18,8 +18,9 @@ from eyas.decode.replay import load_draft, pooled, tallies
 from eyas.draft import checkpoint
 from eyas.engines import target as targets
 from eyas.engines.answers import batches, to_sample
+from eyas.engines.device import pick_device, use_threads
 from eyas.engines.inprocess.generate import answer
-from eyas.engines.inprocess.target import InProcessTarget, pick_device, use_threads
+from eyas.engines.inprocess.target import InProcessTarget
 from eyas.engines.layers import default_layers, resolve
 from eyas.errors import UserError
 from eyas.progress import Progress

@@ -18,7 +18,7 @@ from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
 from eyas.engines import target as targets
 from eyas.engines import weights
-from eyas.engines.inprocess.target import pick_device, use_threads
+from eyas.engines.device import pick_device, use_threads
 from eyas.files import write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec

@@ -18,14 +18,15 @@ from eyas.decode.chain import decode
 from eyas.decode.replay import answer_length, load_draft, pooled, replay, spread
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
+from eyas.engines.device import pick_device, pick_dtype, use_threads
 from eyas.engines.inprocess.generate import answer
-from eyas.engines.inprocess.target import InProcessTarget, pick_device, pick_dtype, use_threads
+from eyas.engines.inprocess.target import InProcessTarget
 from eyas.files import read_json, write_json
 from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.store import FeatureStore
 
-TIMED_TOKENS = 64
+TIMED_TOKENS = 48
 RESAMPLES = 2000
 
 

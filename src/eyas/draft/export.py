@@ -82,7 +82,7 @@ def check_equal(trained: DraftModel, again: DraftModel, written: torch.dtype) ->
         raise UserError(f"export: the written draft computes something else (relative difference {error:.2e})")
     if not torch.equal(trained.target_ids, again.target_ids):
         raise UserError("export: the vocabulary map changed in writing")
-    if not torch.equal(trained.rotary.inv_freq, again.rotary.inv_freq):
+    if not torch.equal(trained.inverse_frequencies, again.inverse_frequencies):
         raise UserError("export: rotary frequencies changed in writing; rope_parameters are incomplete")
 
 

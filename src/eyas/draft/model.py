@@ -7,10 +7,9 @@ E head size.
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from eyas.draft.config import DraftConfig
+from eyas.draft.rotary import frequencies
 
 
 class RMSNorm(nn.Module):
@@ -73,6 +72,7 @@ class DraftModel(nn.Module):
 
     d2t: torch.Tensor
     t2d: torch.Tensor
+    inverse_frequencies: torch.Tensor
 
     def __init__(self, c: DraftConfig, embed_tokens: nn.Embedding) -> None:
         super().__init__()
@@ -90,15 +90,8 @@ class DraftModel(nn.Module):
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
         self.embed_tokens = embed_tokens.requires_grad_(False)
-        self.rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=c.hidden_size,
-                num_attention_heads=c.num_attention_heads,
-                head_dim=c.head_dim,
-                max_position_embeddings=c.max_position_embeddings,
-                rope_parameters=c.rope_parameters,
-            )
-        )
+        inverse, self.rotary_scale = frequencies(c.rope_parameters, c.head_dim, c.max_position_embeddings)
+        self.register_buffer("inverse_frequencies", inverse, persistent=False)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Take the sorted target ids [D] that the draft knows as its vocabulary."""
@@ -129,10 +122,9 @@ class DraftModel(nn.Module):
     def angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine [T, E] of the rotary embedding at `positions` [T]."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        turns = positions[:, None].to(wide) * self.rotary.inv_freq.to(wide)
+        turns = positions[:, None].to(wide) * self.inverse_frequencies.to(wide)
         turns = torch.cat([turns, turns], -1)
-        scale = self.rotary.attention_scaling
-        return (turns.cos() * scale).to(like.dtype), (turns.sin() * scale).to(like.dtype)
+        return (turns.cos() * self.rotary_scale).to(like.dtype), (turns.sin() * self.rotary_scale).to(like.dtype)
 
     def queries(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotated queries [T, A, E] of layer inputs [T, 2H]."""
@@ -160,6 +152,6 @@ class DraftModel(nn.Module):
 
     def _rotate(self, flat: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         heads = flat.unflatten(-1, (-1, self.config.head_dim))
-        cos, sin = angles
-        rotated, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=-2)
-        return rotated
+        cos, sin = (part.unsqueeze(-2) for part in angles)
+        first, second = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat([-second, first], -1) * sin

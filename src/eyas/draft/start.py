@@ -6,7 +6,8 @@ target will have one token on, last[t+1], is predicted linearly from what slot t
 the embedding of x[t+1]. The states' part of the solution becomes `fc`. The embedding's part has to pass through
 attention, the only place of the layer where the embedding enters: its best approximation of rank G*E becomes v_proj and
 o_proj, and one query head of each group is made to look at its own slot, by a query and a key that are constant in the
-rotary dimensions that turn fastest. Everything stays trainable. Measurements: `docs/log.md`.
+rotary dimensions that turn fastest. The MLP is the target's last one, made quiet. Everything stays trainable.
+Measurements: `docs/log.md`.
 """
 
 import math
@@ -19,7 +20,7 @@ from eyas.draft.model import DraftModel
 STD = 0.02
 QUIET = 0.1
 """Of the MLP's output at the start, so that it does not disturb the fit."""
-MOST = 32768
+MOST = 16384
 """Positions that the regression uses."""
 RIDGE = 1e-2
 FAST = 4
@@ -39,10 +40,17 @@ def random(draft: DraftModel, head_DH: torch.Tensor, final_norm_H: torch.Tensor,
 
 
 @torch.no_grad()
-def fitted(draft: DraftModel, aux_NC: torch.Tensor, next_ids_N: torch.Tensor, next_last_NH: torch.Tensor) -> None:
+def fitted(
+    draft: DraftModel,
+    aux_NC: torch.Tensor,
+    next_ids_N: torch.Tensor,
+    next_last_NH: torch.Tensor,
+    last_mlp: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Fit a draft that `random` has prepared, at N sampled positions t.
 
-    `aux_NC` [N, 3H]: captured states at t; `next_ids_N`: x[t+1]; `next_last_NH`: the target's normed last state at t+1.
+    `aux_NC` [N, 3H]: captured states at t; `next_ids_N`: x[t+1]; `next_last_NH`: the target's normed last state at t+1;
+    `last_mlp`: gate_proj, up_proj, down_proj and norm of the target's last layer.
     """
     if draft.config.fc_norm:
         parts = aux_NC.split(draft.config.hidden_size, dim=-1)
@@ -54,7 +62,12 @@ def fitted(draft: DraftModel, aux_NC: torch.Tensor, next_ids_N: torch.Tensor, ne
     from_aux, from_embed = weights[: len(scale_C)] / scale_C[:, None], weights[len(scale_C) :]
     draft.fc.weight.copy_(from_aux.T)
     _look_at_own_slot(draft, embed_NH, _unit(aux_NC.double() @ from_aux), from_embed)
-    draft.midlayer.mlp.down_proj.weight.mul_(QUIET)
+    mlp = draft.midlayer.mlp
+    if last_mlp is not None and last_mlp["gate_proj"].shape == mlp.gate_proj.weight.shape:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(mlp, name).weight.copy_(last_mlp[name])
+        draft.midlayer.post_attention_layernorm.weight.copy_(last_mlp["norm"])
+    mlp.down_proj.weight.mul_(QUIET)
 
 
 def _look_at_own_slot(

@@ -18,8 +18,9 @@ from eyas.config import Answers, Capture, Engine, Target
 from eyas.corpus.keys import sample_key
 from eyas.decode.acceptance import loops
 from eyas.engines import target as targets
+from eyas.engines.device import pick_device, pick_dtype, use_threads
 from eyas.engines.inprocess.generate import Answered, answer
-from eyas.engines.inprocess.target import InProcessTarget, pick_device, pick_dtype, use_threads
+from eyas.engines.inprocess.target import InProcessTarget
 from eyas.engines.layers import resolve
 from eyas.files import read_json, write_json
 from eyas.progress import Progress

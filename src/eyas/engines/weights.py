@@ -39,6 +39,20 @@ def final_norm(folder: Path) -> "Tensor":
     return _read(folder, tuple(body + "norm.weight" for body in _BODIES))
 
 
+def last_mlp(folder: Path, layers: int) -> "dict[str, Tensor] | None":
+    """The last of `layers` layers' gate_proj, up_proj [I, H], down_proj [H, I] and norm [H] before them.
+
+    None where that layer has no such dense MLP (mixture of experts, other names).
+    """
+    layer = f"layers.{layers - 1}."
+    parts = {name: f"{layer}mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+    parts["norm"] = f"{layer}post_attention_layernorm.weight"
+    names = {name: tuple(body + part for body in _BODIES) for name, part in parts.items()}
+    if not all(_find(folder, candidates) for candidates in names.values()):
+        return None
+    return {name: _read(folder, candidates) for name, candidates in names.items()}
+
+
 def _tied(folder: Path) -> bool:
     config = _json(folder / "config.json")
     text = config.get("text_config") or {}

@@ -15,7 +15,7 @@ from eyas.draft.model import DraftModel
 from eyas.draft.unroll import chain_lengths
 from eyas.engines import target as targets
 from eyas.engines import weights
-from eyas.engines.inprocess.target import native_bfloat16, pick_device, use_threads
+from eyas.engines.device import native_bfloat16, pick_device, use_threads
 from eyas.errors import UserError
 from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
@@ -123,7 +123,8 @@ def begin(spec: StepSpec, draft: DraftModel, store: FeatureStore) -> None:
             break
     if not found:
         raise UserError("train: no answer in the training set has two tokens; look at the answers step's output")
-    start.fitted(draft, torch.cat(aux), torch.cat(following), torch.cat(goals))
+    last_mlp = weights.last_mlp(info.folder, info.num_layers)
+    start.fitted(draft, torch.cat(aux), torch.cat(following), torch.cat(goals), last_mlp)
 
 
 def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress) -> None:

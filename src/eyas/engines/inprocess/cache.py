@@ -32,9 +32,9 @@ class KVCache:
 
         return cls(buffers(), buffers(), torch.zeros(rows, dtype=torch.int64, device=device))
 
-    def first_row(self) -> "KVCache":
-        """A view of row 0 alone: what is written there appears here."""
-        return KVCache([k[:1] for k in self.keys], [v[:1] for v in self.values], self.lengths[:1].clone())
+    def view(self, rows: slice) -> "KVCache":
+        """Some rows alone: keys and values that are written there appear here; its lengths are its own."""
+        return KVCache([k[rows] for k in self.keys], [v[rows] for v in self.values], self.lengths[rows].clone())
 
     def spread_first_row(self, length: int) -> None:
         """Copy the first `length` entries of row 0 to all rows: a prefix that the rows share."""

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.engines.inprocess.target import InProcessTarget
+from eyas.engines.inprocess.target import InProcessTarget, Pass
 
-KEEP_SHARE = 0.75
+KEEP_SHARE = 0.9
+"""Rows that have ended are dropped once fewer than this share is left."""
+PREFILL_ROWS = 16
+"""Prompts run together; the fewer, the less padding where their lengths differ."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,19 @@ class _Batch:
         """Run the prompts and choose each first token."""
         shared = _shared_prefix(self.prompts)
         if shared:
-            first = self.cache.first_row()
-            out = self.target.run(self.ids[:1, :shared], first)
+            out = self.target.run(self.ids[:1, :shared], self.cache.view(slice(1)))
             self.cache.spread_first_row(shared)
-            if self.capture is not None:
-                self.aux[:, :shared] = out.aux.to(self.capture)
-                self.last[:, :shared] = out.last.to(self.capture)
-        longest = int(self.prompt.max())
-        out = self.target.run(self.ids[:, shared:longest], self.cache)
-        if self.capture is not None:
-            self.aux[:, shared:longest] = out.aux.to(self.capture)
-            self.last[:, shared:longest] = out.last.to(self.capture)
+            self._keep(slice(None), slice(shared), out)
+        ends = []
+        for first in range(0, len(self.prompt), PREFILL_ROWS):
+            rows = slice(first, first + PREFILL_ROWS)
+            longest = int(self.prompt[rows].max())
+            out = self.target.run(self.ids[rows, shared:longest], self.cache.view(rows))
+            self._keep(rows, slice(shared, longest), out)
+            row = torch.arange(len(out.last), device=out.last.device)
+            ends.append(out.last[row, self.prompt[rows] - 1 - shared])
         self.cache.lengths.copy_(self.prompt)
-        row = torch.arange(len(self.prompt), device=self.prompt.device)
-        self._choose(out.last[row, self.prompt - 1 - shared])
+        self._choose(torch.cat(ends))
 
     def step(self) -> int:
         """Run each row's newest token and choose the next; returns how many tokens were new.
@@ -111,6 +113,11 @@ class _Batch:
         self._retire(finished)
         return before
 
+    def _keep(self, rows: slice, places: slice, out: Pass) -> None:
+        if self.capture is not None:
+            self.aux[rows, places] = out.aux.to(self.capture)
+            self.last[rows, places] = out.last.to(self.capture)
+
     def _choose(self, last_BH: torch.Tensor) -> None:
         open_rows = (~self.ended).nonzero().flatten()
         if not len(open_rows):
@@ -126,7 +133,7 @@ class _Batch:
         )
 
     def _retire(self, finished: torch.Tensor) -> None:
-        """Hand out rows whose last token has been run, and drop them once a quarter of the batch is idle."""
+        """Hand out rows whose last token has been run, and drop them once enough of the batch is idle."""
         for row in finished.nonzero().flatten().tolist():
             place = int(self.rows[row])
             if self.done[place] is None:

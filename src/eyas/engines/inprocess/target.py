@@ -5,16 +5,13 @@ last state is taken after the final norm. Attention is registered with transform
 own, so the model code stays theirs and the cache is ours.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from eyas.config import Engine
 from eyas.engines.inprocess.cache import KVCache, Window
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
@@ -29,6 +26,7 @@ def _attention(
 
 
 transformers.AttentionInterface.register("eyas", _attention)
+transformers.utils.logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -37,35 +35,6 @@ class Pass:
 
     last: torch.Tensor
     aux: torch.Tensor
-
-
-def use_threads(engine: Engine) -> None:
-    """Take the processor's cores as the run file says; by default all that this process may use."""
-    torch.set_num_threads(engine.threads or len(os.sched_getaffinity(0)))
-
-
-def pick_device(engine: Engine) -> torch.device:
-    """The device of the run file's engine. Raises UserError where CUDA is asked for and missing."""
-    if engine.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("engine.device is cuda, but torch sees no CUDA device: use auto or cpu")
-    return torch.device("cuda" if engine.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that the run file names; auto is bfloat16 where the processor multiplies it natively."""
-    if name != "auto":
-        return torch.float32 if name == "float32" else torch.bfloat16
-    return torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
-
-
-def native_bfloat16() -> bool:
-    """Does this processor multiply bfloat16 in hardware (AVX512-BF16 or AMX)? Elsewhere it is several times slower."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 class InProcessTarget:

@@ -1,0 +1,197 @@
+"""The steps from answers to decode, called as the runner calls them: pieces are kept, faults found, figures agree."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from eyas.capture import step as capture
+from eyas.config import parse
+from eyas.decode import replay
+from eyas.decode import step as decode
+from eyas.draft import export, vocabulary
+from eyas.engines import answers, target
+from eyas.engines.inprocess.generate import answer
+from eyas.errors import UserError
+from eyas.progress import Silent
+from eyas.spec import StepSpec
+from eyas.store import shard
+from eyas.store.store import FeatureStore
+from eyas.train import step as train
+
+PROMPTS = {"train": 20, "heldout": 6}
+
+
+def config(folder):
+    return parse(
+        {
+            "name": "t",
+            "target": {"model": str(folder)},
+            "answers": {"max_new_tokens": 12, "batch": 8},
+            "draft": {"vocab_size": 90},
+            "train": {"ttt_steps": 2, "epochs": 2.0, "batch_tokens": 60, "learning_rate": 1e-3},
+            "decode": {"timing_prompts": 2, "batch": 4},
+        },
+        "test",
+    ).model_dump(mode="json")
+
+
+class Graph:
+    """Runs entries in their order, each into a folder of its own."""
+
+    def __init__(self, root, model):
+        self.root, self.config, self.results = root, config(model), {}
+
+    def spec(self, name, *needs):
+        inputs = {need: self.root / need for need in needs}
+        return StepSpec(name, 0, self.config, inputs)
+
+    def run(self, name, entry, *needs):
+        (self.root / name).mkdir(exist_ok=True)
+        self.results[name] = entry(self.spec(name, *needs), self.root / name, Silent())
+        json.dumps(self.results[name], allow_nan=False)
+        return self.results[name]
+
+    def prompts(self):
+        (self.root / "prompts").mkdir()
+        generator = torch.Generator().manual_seed(0)
+        for split, count in PROMPTS.items():
+            rows = [
+                {"ids": [1, 7, 7, *torch.randint(3, 250, (3 + i % 5,), generator=generator).tolist()]}
+                for i in range(count)
+            ]
+            (self.root / "prompts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def graph(tmp_path, tiny_llama):
+    made = Graph(tmp_path, tiny_llama)
+    made.run("target", target.run)
+    made.prompts()
+    return made
+
+
+@pytest.fixture
+def answered(graph):
+    graph.run("answers", answers.run, "target", "prompts")
+    return graph
+
+
+def prove(graph):
+    return graph.run("capture", capture.run, "target", "answers")
+
+
+def rewrite(graph, change, split="train"):
+    """Change every sample of the first shard of a split, as a faulty engine would have written it."""
+    path = min((graph.root / "answers" / "batches").glob(f"{split}-*.safetensors"))
+    part = shard.Shard(path)
+    samples = [part.sample(i) for i in range(len(part))]
+    shard.write(path, [change(i, sample, samples) for i, sample in enumerate(samples)])
+
+
+def test_the_chain_of_steps(answered):
+    proven = prove(answered)
+    assert proven["samples"] + proven["quarantined"] <= sum(PROMPTS.values())
+    assert all(count["failed"] == 0 for count in proven["proofs"].values())
+    assert answered.run("vocabulary", vocabulary.run, "target", "capture")["size"] == 90
+    trained = answered.run("train", train.run, "target", "capture", "vocabulary")
+    assert trained["loss"] > 0
+    answered.run("export", export.run, "target", "capture", "train")
+    predicted = answered.run("replay", replay.run, "target", "capture", "export")
+    decoded = answered.run("decode", decode.run, "target", "capture", "export")
+    assert decoded["lossless"] is True
+    assert decoded["by_position"] == decoded["predicted"]["by_position"] == predicted["by_position"]
+    assert 0 < decoded["speedup"]["low"] <= decoded["speedup"]["ratio"] <= decoded["speedup"]["high"]
+
+
+def test_finished_batches_are_not_answered_again(graph, monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr(answers, "answer", counted)
+    with pytest.raises(KeyboardInterrupt):
+        graph.run("answers", answers.run, "target", "prompts")
+    result = graph.run("answers", answers.run, "target", "prompts")
+    assert len(calls) == 3 + 4 - 2  # four batches, of which two were finished
+    assert result["rows"] == PROMPTS["train"]
+
+
+def test_one_row_from_a_neighbour_is_quarantined_and_many_stop_the_run(answered):
+    def swap(i, sample, samples):
+        other = samples[1]
+        rows = min(len(sample.ids), len(other.ids))
+        last = sample.last.clone()
+        last[:rows] = other.last[:rows]
+        return dataclasses.replace(sample, last=last) if i == 0 else sample
+
+    rewrite(answered, swap)
+    with pytest.raises(UserError, match=r"1 of \d+ samples failed .*max_quarantined"):
+        prove(answered)
+    answered.config["capture"]["max_quarantined"] = 0.5
+    result = prove(answered)
+    assert result["quarantined"] == 1
+    store = FeatureStore.open(answered.root / "capture" / "train")
+    assert len(store) == PROMPTS["train"] - 1
+    assert "greedy" in store.quarantined[0].reason or "follows" in store.quarantined[0].reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: dataclasses.replace(s, aux=s.aux * float("nan")),
+        lambda s: dataclasses.replace(s, aux=torch.zeros_like(s.aux)),
+        lambda s: dataclasses.replace(s, last=s.last.roll(1, 0)),
+        lambda s: dataclasses.replace(s, aux=s.aux.roll(s.last.shape[1], 1)),
+    ],
+    ids=["nan", "zeros", "last state a row off", "layers in another order"],
+)
+def test_a_faulty_capture_stops_the_run(answered, change):
+    answered.config["capture"]["proof_share"] = 1.0
+    rewrite(answered, lambda i, sample, samples: change(sample))
+    with pytest.raises(UserError, match="failed their proofs"):
+        prove(answered)
+
+
+def test_a_flipped_byte_is_found(answered):
+    path = min((answered.root / "answers" / "batches").glob("train-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="its bytes are not those that were written"):
+        prove(answered)
+
+
+def test_training_resumes_from_its_state(answered, monkeypatch):
+    prove(answered)
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    whole = answered.run("train", train.run, "target", "capture", "vocabulary")
+    other = Graph(answered.root, answered.config["target"]["model"])
+    steps = []
+    step = train.Trainer.step
+
+    def stop(self, *args):
+        steps.append(1)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(train.Trainer, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        other.run("again", train.run, "target", "capture", "vocabulary")
+    resumed = other.run("again", train.run, "target", "capture", "vocabulary")
+    assert resumed["digest"] == whole["digest"]
+    assert len(steps) < 6 + whole["steps"]
+
+
+def test_one_seed_one_checkpoint(answered):
+    prove(answered)
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    one = answered.run("train", train.run, "target", "capture", "vocabulary")
+    other = answered.run("twice", train.run, "target", "capture", "vocabulary")
+    assert one["digest"] == other["digest"]
