@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 
-def rate(dtype: torch.dtype) -> float:
-    """Measured operations a second of a 2048-wide product."""
-    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+def rate(dtype: torch.dtype, width: int) -> float:
+    """Measured operations a second of a product of square matrices."""
+    a, b = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
     best = 0.0
     for _ in range(5):
         began = time.perf_counter()
         torch.mm(a, b)
-        best = max(best, 2 * 2048**3 / (time.perf_counter() - began))
+        best = max(best, 2 * width**3 / (time.perf_counter() - began))
     return best
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     answers, train = result(run, "answers"), result(run, "train")
     decode, replay = result(run, "decode"), result(run, "replay")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    flops = rate(torch.float32)
+    flops = rate(torch.float32, 2048)
     generated = answers["tokens"] + answers["heldout_tokens"]
     written = {
         "date": datetime.date.today().isoformat(),
@@ -65,7 +65,7 @@ def main() -> None:
         "device": {"processor": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
         "ceilings": {
             "float32_flops": flops,
-            "bfloat16_flops": rate(torch.bfloat16),
+            "bfloat16_flops": rate(torch.bfloat16, 512),
             "copy_bytes_per_second": copy_rate(),
         },
         "seconds": verdict["seconds"],
@@ -90,6 +90,7 @@ def main() -> None:
         "versions": verdict["versions"],
     }
     path = Path(__file__).parent / "results" / f"{written['date']}-{arguments.name}.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n")
     print(path)
 
