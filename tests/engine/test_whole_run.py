@@ -156,7 +156,7 @@ def test_killed_many_times_it_ends_in_the_same_checkpoint(finished, setting, see
     ("change", "message"),
     [
         ("target.model=/nowhere/model", "/nowhere/model"),
-        ("target.modle=x", "did you mean model?"),
+        ("target.modle=x", "did you mean target.model?"),
         ("prompts.train=/nowhere/prompts.txt", "/nowhere/prompts.txt"),
         ("answers.max_new_tokens=0", "answers.max_new_tokens"),
     ],
