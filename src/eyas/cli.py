@@ -116,12 +116,17 @@ def report(run: Run) -> None:
 def replay(
     draft: Annotated[Path, typer.Argument(help="Folder of an exported draft.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
-    prompts: Annotated[str, typer.Option(metavar="FILE", help="Held-out prompts: a file or `builtin`.")] = "builtin",
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A file or `builtin`; default: the draft's own.", show_default=False),
+    ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted in each step.")] = 3,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="How many prompts; default: all.", show_default=False)
+        int | None, typer.Option(min=1, help="How many prompts; default: the draft's own.", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest answer, in tokens; default: the draft's own.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Predict the accept length of any draft, in-process."""

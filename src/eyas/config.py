@@ -7,12 +7,22 @@ are refused with the nearest right one, so that a typing error never becomes a d
 import difflib
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from eyas.errors import UserError
 
@@ -23,6 +33,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in keys:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
             keys.add(key.value)
@@ -32,6 +44,19 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""ValueError: a date that there is not, such as 2026-02-31."""
+
+
+def _at_home(value: str) -> str:
+    """`~/x` written out, so that every reader means the same file."""
+    try:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+FileOrName = Annotated[str, Field(min_length=1), AfterValidator(_at_home)]
 
 
 class Section(BaseModel):
@@ -43,7 +68,7 @@ class Section(BaseModel):
 class Target(Section):
     """The model that is served and gets a drafter."""
 
-    model: str = Field(min_length=1)
+    model: FileOrName
     """A folder with config.json, tokenizer and safetensors, or the name of a model that eyas can fetch itself."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
@@ -63,8 +88,8 @@ class Engine(Section):
 class Prompts(Section):
     """What the target is asked. `builtin`, or a file: .txt (a prompt a line) or .jsonl (`prompt` or `messages`)."""
 
-    train: str = "builtin"
-    heldout: str = "builtin"
+    train: FileOrName = "builtin"
+    heldout: FileOrName = "builtin"
     train_limit: int | None = Field(default=None, ge=1)
     heldout_limit: int | None = Field(default=None, ge=1)
 
@@ -84,9 +109,9 @@ class Answers(Section):
 class Capture(Section):
     """Which hidden states are taken, how they are stored and how they are proven."""
 
-    layers: Literal["default"] | list[int] = "default"
     convention: Literal["hidden_states", "layer_output"] = "hidden_states"
     """What explicit ids mean: positions in the list of all hidden states (0: the embedding), or layers from 0."""
+    layers: Literal["default"] | list[int] = "default"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the training features; held-out ones keep the target's. auto: the target's."""
     proof_share: float = Field(default=0.02, gt=0, le=1)
@@ -94,13 +119,29 @@ class Capture(Section):
     max_quarantined: float = Field(default=0.01, ge=0, lt=1)
     """Above this share of failed samples the run stops."""
 
+    @field_validator("layers")
+    @classmethod
+    def _three_layers(cls, value: str | list[int], info: ValidationInfo) -> str | list[int]:
+        if isinstance(value, str):
+            return value
+        if len(value) != 3 or len(set(value)) != 3:
+            raise ValueError("EAGLE-3 takes three different layers")
+        if min(value) < 0:
+            raise ValueError("ids count from 0")
+        if 0 in value and info.data.get("convention") == "hidden_states":
+            raise ValueError(
+                "0 is the embedding under hidden_states, which SGLang cannot be told to take: it counts the outputs of "
+                "layers, and this would be -1"
+            )
+        return value
+
 
 class Draft(Section):
     """The EAGLE-3 layer."""
 
     vocab_size: int | Literal["full"] = 32000
     start: Literal["fitted", "random"] = "fitted"
-    """target: begin with the target's own weights where that was measured to help; random: what the recipe asks."""
+    """fitted: begin with weights fitted to the captured states (a ridge regression); random: what the recipe asks."""
     fc_norm: bool = False
     norm_output: bool = False
     """EAGLE-3.1's two switches."""
@@ -118,7 +159,7 @@ class Train(Section):
 
     ttt_steps: int = Field(default=7, ge=1, le=16)
     step_decay: float = Field(default=0.8, gt=0, le=1)
-    epochs: float = Field(default=2.0, gt=0)
+    epochs: float = Field(default=2.0, ge=0.01)
     batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of packed samples to one optimizer step."""
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -126,7 +167,7 @@ class Train(Section):
     """Share of the steps."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
     """Floor of the cosine, as a share of learning_rate."""
-    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
     checkpoints: int = Field(default=10, ge=1)
@@ -142,14 +183,16 @@ class Decode(Section):
     batch: int = Field(default=32, ge=1)
     prompts: int | None = Field(default=None, ge=1)
     """How many held-out prompts are decoded with the draft; default: all."""
-    timing_prompts: int = Field(default=6, ge=1)
+    timing_tokens: int = Field(default=48, ge=2)
+    """Longest answer that is timed."""
+    timing_prompts: int = Field(default=8, ge=1)
     """How many are timed one by one, with and without the draft, interleaved."""
 
 
 class RunConfig(Section):
     """A whole run file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(default=0, ge=0)
     target: Target
     engine: Engine = Engine()
@@ -160,11 +203,18 @@ class RunConfig(Section):
     train: Train = Train()
     decode: Decode = Decode()
 
-    @model_validator(mode="after")
-    def _enough_steps(self) -> "RunConfig":
-        if len(set(self.capture.layers)) != 3 and self.capture.layers != "default":
-            raise ValueError("capture.layers: EAGLE-3 takes three different layers")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _left_empty(cls, data: Any) -> Any:
+        """A section of which only the heading is there holds the defaults."""
+        if not isinstance(data, Mapping):
+            return data
+        sections = {name for name, info in cls.model_fields.items() if _is_section(info.annotation)}
+        return {name: {} if value is None and name in sections else value for name, value in data.items()}
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -180,7 +230,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise UserError(f"{path}: the run file is not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
         data = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
@@ -205,13 +255,15 @@ def _override(data: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: write it as key.key=value, for example train.epochs=3")
     *parents, last = key.split(".")
     for parent in parents:
-        child = data.setdefault(parent, {})
+        if data.get(parent) is None:
+            data[parent] = {}
+        child = data[parent]
         if not isinstance(child, dict):
             raise UserError(f"override {override!r}: {parent} is a single value, not a section")
         data = child
     try:
         data[last] = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.decode.acceptance import Tally, loops, summary, walk
+from eyas.corpus.repeats import loops
+from eyas.decode.acceptance import Tally, summary, walk
 
 
 def test_walk_by_hand():

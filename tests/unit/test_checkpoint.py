@@ -143,3 +143,16 @@ def test_another_target_or_architecture_is_refused(saved, target):
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(UserError, match="no EAGLE-3 draft"):
         checkpoint.load(folder, target.embedding)
+
+
+def test_numbers_that_are_none_are_refused(saved, target):
+    folder, _ = saved
+    rewrite(folder, lambda s: s["fc.weight"].fill_(float("nan")))
+    with pytest.raises(UserError, match=r"fc\.weight holds numbers that are not finite"):
+        checkpoint.load(folder, target.embedding)
+
+
+def test_a_draft_without_t2d_is_read(saved, target):
+    folder, draft = saved
+    rewrite(folder, lambda s: s.pop("t2d"))
+    assert torch.equal(checkpoint.load(folder, target.embedding).t2d, draft.t2d)

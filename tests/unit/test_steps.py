@@ -31,7 +31,7 @@ def config(folder):
             "answers": {"max_new_tokens": 12, "batch": 8},
             "draft": {"vocab_size": 90},
             "train": {"ttt_steps": 2, "epochs": 2.0, "batch_tokens": 60, "learning_rate": 1e-3},
-            "decode": {"timing_prompts": 2, "batch": 4},
+            "decode": {"timing_prompts": 3, "batch": 4},
         },
         "test",
     ).model_dump(mode="json")
@@ -195,3 +195,64 @@ def test_one_seed_one_checkpoint(answered):
     one = answered.run("train", train.run, "target", "capture", "vocabulary")
     other = answered.run("twice", train.run, "target", "capture", "vocabulary")
     assert one["digest"] == other["digest"]
+
+
+def test_speedup_has_no_interval_below_three_prompts():
+    one = decode.speedup([{"plain": 1.05, "draft": 1.0}])
+    assert one == {"ratio": pytest.approx(1.05), "low": None, "high": None}
+    many = decode.speedup([{"plain": 1.0 + i / 10, "draft": 1.0} for i in range(5)])
+    assert many["low"] < many["ratio"] < many["high"]
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(2, 4.303), (3, 3.182), (7, 2.365), (29, 2.045)])
+def test_student(freedom, quantile):
+    assert decode.student(freedom) == pytest.approx(quantile, rel=0.02)
+
+
+def test_a_prompt_without_room_for_an_answer_is_left_out_and_counted(graph):
+    path = graph.root / "prompts" / "train.jsonl"
+    path.write_text(path.read_text() + json.dumps({"ids": [1] + [9] * 505}) + "\n")
+    result = graph.run("answers", answers.run, "target", "prompts")
+    assert (result["rows"], result["too_long"]) == (PROMPTS["train"], 1)
+    path.write_text(json.dumps({"ids": [1] + [9] * 505}) + "\n")
+    with pytest.raises(UserError, match=r"no train prompt leaves room for 12 new tokens .* context of 512"):
+        graph.run("answers", answers.run, "target", "prompts")
+
+
+def test_a_prompt_that_just_fits_is_decoded(graph):
+    rows = [json.dumps({"ids": [1, 7, *[9 + i] * 498]}) for i in range(3)]
+    (graph.root / "prompts" / "heldout.jsonl").write_text("\n".join(rows) + "\n")
+    graph.run("answers", answers.run, "target", "prompts")
+    prove(graph)
+    graph.run("vocabulary", vocabulary.run, "target", "capture")
+    graph.run("train", train.run, "target", "capture", "vocabulary")
+    graph.run("export", export.run, "target", "capture", "train")
+    assert graph.run("decode", decode.run, "target", "capture", "export")["lossless"] is True
+
+
+def test_states_of_another_target_are_refused(answered, make_tiny):
+    prove(answered)
+    answered.config["target"]["model"] = str(make_tiny(seed=5))
+    answered.run("target", target.run)
+    with pytest.raises(UserError, match=r"captured with model_digest"):
+        answered.run("vocabulary", vocabulary.run, "target", "capture")
+
+
+def test_training_leaves_only_the_draft(answered):
+    prove(answered)
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    first = answered.run("train", train.run, "target", "capture", "vocabulary")
+    assert sorted(p.name for p in (answered.root / "train").iterdir()) == ["draft", "training.json"]
+    assert answered.run("train", train.run, "target", "capture", "vocabulary") == first
+
+
+def test_a_sample_damaged_after_the_proofs_is_not_trained_on(answered):
+    prove(answered)
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    path = min((answered.root / "capture" / "train").glob("shard-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"sample \w+ is damaged"):
+        answered.run("train", train.run, "target", "capture", "vocabulary")

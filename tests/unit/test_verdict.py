@@ -210,3 +210,11 @@ def test_yes_only_if_lossless_and_proven_faster(
     faster = None not in measured.values() and measured["low"] > 1
     assert (found["deploy"]["verdict"] == "yes") == (lossless and faster)
     assert ("times as fast as without" in found["reasons"][0]) == (lossless and faster)
+
+
+def test_the_same_tokens_in_float32_leave_no_room_for_chance() -> None:
+    close = {"predicted": acceptance(100, 45, 15, 5), **acceptance(100, 40, 15, 5)}
+    assert verdict(**close, dtype="bfloat16")["deploy"]["verdict"] == "yes"
+    exact = verdict(**close, dtype="float32")
+    assert exact["deploy"]["verdict"] == "no"
+    assert "1.650 and 1.600, where 0.010 is allowed" in exact["reasons"][0]

@@ -76,7 +76,8 @@ def _distrust(predicted: dict[str, Any], decode: dict[str, Any], lossless: bool)
         ]
     for what, part in (("predicted", predicted), ("decoded", decode)):
         reasons += _contradictions(what, part)
-    return reasons + _disagreements(predicted, decode)
+    exact = lossless and decode.get("dtype") == "float32"
+    return reasons + _disagreements(predicted, decode, exact)
 
 
 def _contradictions(what: str, part: dict[str, Any]) -> list[str]:
@@ -93,12 +94,13 @@ def _contradictions(what: str, part: dict[str, Any]) -> list[str]:
     return []
 
 
-def _disagreements(predicted: dict[str, Any], decode: dict[str, Any]) -> list[str]:
-    """Where predicted and decoded acceptance on the same prompts differ by more than chance explains.
+def _disagreements(predicted: dict[str, Any], decode: dict[str, Any], exact: bool) -> list[str]:
+    """Where predicted and decoded acceptance on the same prompts differ by more than they may.
 
-    Allowed is 0.01 or three standard errors, whichever is larger. The standard error is that of a difference of two
-    samples of one population, whose variance is estimated from both sides' counts together. Both sides saw the same
-    prompts, so their true spread is smaller, and what exceeds this is a fault: of the replay, the draft or the decoder.
+    `exact`: both saw the same tokens in float32, where only the draft's own ties can differ: 0.01 is allowed. Else 0.01
+    or three standard errors, whichever is larger. The standard error is that of a difference of two samples of one
+    population, whose variance is estimated from both sides' counts together. Both sides saw the same prompts, so their
+    true spread is smaller, and what exceeds this is a fault: of the replay, the draft or the decoder.
     """
     if _count(predicted, "draft_tokens") != _count(decode, "draft_tokens"):
         return [
@@ -107,11 +109,12 @@ def _disagreements(predicted: dict[str, Any], decode: dict[str, Any]) -> list[st
         ]
     reasons = []
     one, two = _accept_length(predicted), _accept_length(decode)
-    allowed = _allowed(_variance(predicted, decode), _count(predicted, "rounds"), _count(decode, "rounds"))
+    rounds = _count(predicted, "rounds"), _count(decode, "rounds")
+    allowed = ABSOLUTE if exact else _allowed(_variance(predicted, decode), *rounds)
     if one is not None and two is not None and abs(one - two) > allowed:
         reasons.append(
             f"Predicted and decoded accept length differ on the same prompts: {one:.3f} and {two:.3f}, "
-            f"where chance explains {allowed:.3f}."
+            f"where {allowed:.3f} is allowed."
         )
     for row in _by_position(predicted, decode):
         n, m = row["reached_predicted"], row["reached"]
@@ -119,11 +122,11 @@ def _disagreements(predicted: dict[str, Any], decode: dict[str, Any]) -> list[st
             continue
         p, q = row["accepted_predicted"] / n, row["accepted_served"] / m
         rate = min(1.0, (row["accepted_predicted"] + row["accepted_served"]) / (n + m))
-        allowed = _allowed(rate * (1 - rate), n, m)
+        allowed = max(ABSOLUTE, 3 / min(n, m)) if exact else _allowed(rate * (1 - rate), n, m)
         if abs(p - q) > allowed:
             reasons.append(
                 f"Acceptance at position {row['position']} differs on the same prompts: {p:.1%} predicted, "
-                f"{q:.1%} decoded, where chance explains {100 * allowed:.1f} points."
+                f"{q:.1%} decoded, where {100 * allowed:.1f} points are allowed."
             )
     return reasons
 
@@ -211,8 +214,10 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
             f"{_plural(rows, 'answer')} that repeat themselves flatter any drafter and are left out of these figures; "
             f"alone they reach {_say(length)}."
         )
+    timed = _count(decode, "timed_tokens")
     reasons.append(
-        "The speed-up was measured in-process, one request at a time. It says nothing about another engine, about "
+        "The speed-up was measured in-process, one request at a time"
+        f"{f', on answers of up to {timed} tokens' if timed else ''}. It says nothing about another engine, about "
         "batches or about other hardware: measure there before you deploy."
     )
     return reasons
@@ -231,7 +236,7 @@ def _training(train: dict[str, Any], vocabulary: dict[str, Any], capture: dict[s
     samples, quarantined = _count(capture, "samples"), _count(capture, "quarantined")
     reasons.append(
         f"{_plural(quarantined, 'captured sample')} failed a proof and {'was' if quarantined == 1 else 'were'} "
-        f"quarantined; {_plural(samples, 'sample')} went into training."
+        f"quarantined; {_plural(samples, 'sample')} were kept."
         if quarantined
         else f"None of {_plural(samples, 'captured sample')} failed a proof."
     )

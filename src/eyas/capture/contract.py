@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 
 FORMAT = 1
@@ -89,6 +90,11 @@ class Contract:
         if [type(layer) for layer in data["layers"]] != [int, int, int]:
             raise UserError(f"{where}: layers of the capture contract are {data['layers']}: restore or capture again")
         return cls(**{**data, "layers": tuple(data["layers"])})
+
+    def require_target(self, info: TargetInfo, where: str) -> None:
+        """Refuse states of another target, tokenizer or chat template than `info`'s. Raises UserError, as below."""
+        fields = ("model_digest", "tokenizer_digest", "template_digest", "hidden_size", "vocab_size")
+        self.require_equal(dataclasses.replace(self, **{name: getattr(info, name) for name in fields}), where)
 
     def require_equal(self, other: "Contract", where: str) -> None:
         """Refuse states that are other than wanted: `self` is what is there, `other` what is needed.

@@ -85,8 +85,9 @@ def decode(
     """
     assert all(len(p) >= 2 for p in prompts)
     device, rows = target.device, len(prompts)
-    capacity = max(map(len, prompts)) + max_new_tokens + draft_tokens
-    cache = target.cache(rows, capacity)
+    longest = max(map(len, prompts)) + max_new_tokens
+    capacity = longest + draft_tokens
+    cache = target.cache(rows, longest, spare=draft_tokens)
     drafter = _Drafter(draft, rows, capacity, target.dtype, device)
     ids = torch.zeros(rows, capacity, dtype=torch.int64, device=device)
     for i, prompt in enumerate(prompts):

@@ -4,12 +4,12 @@ Answers the prompts with the target in float32, keeping the states that the draf
 on them. On the demo's draft and held-out prompts this gives the replay step's figure again.
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eyas.capture.contract import Contract
 from eyas.config import Engine
 from eyas.corpus.read import read
 from eyas.corpus.render import Renderer
@@ -31,25 +31,37 @@ BATCH = 32
 def predict(
     draft: Path,
     target: str,
-    prompts: str,
+    prompts: str | None,
     draft_tokens: int,
     limit: int | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """The *acceptance* of a draft folder on prompts (`builtin` or a file), as docs/seams.md gives it.
 
-    Raises UserError: draft, target or prompts unusable, or made for each other no more.
+    What is None is taken from the draft's config where eyas exported it, so that its run's figure comes out again; else
+    it is the built-in held-out prompts, all of them, and 128 tokens. Raises UserError: draft, target or prompts
+    unusable, made for each other no more, or nothing to count.
     """
     engine = Engine()
     use_threads(engine)
     device = pick_device(engine)
     config = checkpoint.read_config(draft)
+    about = config.get("eyas") or {}
+    recorded = about.get("heldout") or {}
+    if prompts is None:
+        prompts = str(recorded.get("prompts", "builtin"))
+        limit = limit or recorded.get("limit")
+    max_new_tokens = max_new_tokens or int(recorded.get("max_new_tokens", 128))
     info = targets.inspect(target, progress)
     targets.require_in_process(info)
-    layers = layers_of(draft, config, info)
+    if about.get("contract"):
+        Contract.from_dict(about["contract"], str(draft)).require_target(info, str(draft))
+    layers = layers_of(config, info)
     rows, rejected = read(prompts, "heldout", limit)
-    kept = keep(rows, Renderer(info, {}), info.text_config.get("max_position_embeddings"), set(), Counter(), progress)
+    render = Renderer(info, recorded.get("chat_template_kwargs", {}))
+    context = info.text_config.get("max_position_embeddings")
+    kept = keep(rows, render, context and context - max_new_tokens, set(), rejected, progress)
     if not kept:
         raise UserError(f"{prompts}: no usable prompt ({dict(rejected)})")
     progress.milestone("loading target and draft")
@@ -65,18 +77,15 @@ def predict(
             found = tallies(drafter, samples, draft_tokens)
             walks += [(a.ids[a.prompt :], tally) for a, tally in zip(answered, found, strict=True)]
         progress.advance(len(part))
-    return pooled(walks, draft_tokens)
+    figures = pooled(walks, draft_tokens)
+    if not figures["rounds"] and not figures["looping"]["rounds"]:
+        raise UserError(f"{prompts}: no answer is long enough to draft in; use other prompts or --max-new-tokens")
+    return figures
 
 
-def layers_of(draft: Path, config: dict[str, Any], info: targets.TargetInfo) -> tuple[int, int, int]:
-    """The hidden_states positions that a draft was made for: its contract's, its config's, else the default ones.
-
-    Raises UserError where its contract names another target.
-    """
-    contract = config.get("eyas", {}).get("contract")
-    if contract:
-        if contract.get("model_digest") != info.model_digest:
-            raise UserError(f"{draft}: made for another target than {info.folder} (model digests differ)")
+def layers_of(config: dict[str, Any], info: targets.TargetInfo) -> tuple[int, int, int]:
+    """The hidden_states positions that a draft was made for: its contract's, its config's, else the default ones."""
+    if contract := (config.get("eyas") or {}).get("contract"):
         return resolve(contract["layers"], "hidden_states", info.num_layers)
     if ids := config.get("eagle_aux_hidden_state_layer_ids"):
         return resolve(ids, "hidden_states", info.num_layers)

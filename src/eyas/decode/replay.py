@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from eyas.config import Decode, Engine
-from eyas.decode.acceptance import Tally, loops, summary, walk
+from eyas.corpus.repeats import loops
+from eyas.decode.acceptance import Tally, summary, walk
 from eyas.draft import checkpoint
 from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
@@ -90,7 +91,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     use_threads(engine)
     info = targets.read(spec.inputs["target"])
     device = pick_device(engine)
-    store = FeatureStore.open(spec.inputs["capture"] / "heldout")
+    store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     draft = load_draft(spec.inputs["export"], info, torch.float32, device)
     progress.total(len(store), "answers")
     walks, rows = [], []

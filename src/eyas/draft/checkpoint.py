@@ -61,8 +61,8 @@ def save(folder: Path, draft: DraftModel, dtype: torch.dtype, extra: dict[str, A
 def load(folder: Path, embed_tokens: nn.Embedding, dtype: torch.dtype | None = None) -> DraftModel:
     """Load a checkpoint, ours or another tool's, with the target's embeddings; `dtype` converts it.
 
-    Raises UserError: files missing or damaged, tensors missing, unknown or of the wrong shape, a vocabulary map that
-    is none.
+    Raises UserError: files missing or damaged, tensors missing, unknown, not finite or of the wrong shape, a vocabulary
+    map that is none.
     """
     config = DraftConfig.from_hf(read_config(folder))
     state = _read(folder, config)
@@ -114,9 +114,15 @@ def _read(folder: Path, config: DraftConfig) -> dict[str, torch.Tensor]:
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{path}: missing or damaged ({error}); export the draft again") from error
     wanted = names(config)
+    if "t2d" not in state and "d2t" in state and len(state["d2t"]) == config.draft_vocab_size:
+        state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        ids = state["d2t"] + torch.arange(config.draft_vocab_size)
+        state["t2d"][ids.clamp(0, config.vocab_size - 1)] = True
     if missing := sorted(wanted - set(state)):
         raise UserError(f"{path}: {', '.join(missing)} missing; an engine would leave them uninitialised")
     if unknown := sorted(set(state) - wanted - {"embed_tokens.weight"}):
         raise UserError(f"{path}: unknown tensors {', '.join(unknown)}; an engine would skip them in silence")
     state.pop("embed_tokens.weight", None)
+    if spoiled := sorted(n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())):
+        raise UserError(f"{path}: {', '.join(spoiled)} holds numbers that are not finite; train or download it again")
     return state

@@ -70,9 +70,7 @@ class DraftConfig:
                 norm_output=norm_output,
             )
         except KeyError as error:
-            raise UserError(
-                f"the target's config.json has no {error.args[0]}; this architecture is not supported"
-            ) from error
+            raise UserError(f"config.json has no {error.args[0]}; this architecture is not supported") from error
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The draft's config.json: SGLang's and vLLM's spelling, rope in the old and the new one."""
@@ -119,7 +117,7 @@ class DraftConfig:
         eagle = config.get("eagle_config") or {}
         return cls.from_target(
             config,
-            config.get("draft_vocab_size") or config["vocab_size"],
+            config.get("draft_vocab_size") or "full",
             fc_norm=bool(eagle.get("fc_norm")),
             norm_output=bool(eagle.get("norm_output")),
         )

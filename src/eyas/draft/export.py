@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from eyas.capture.contract import Contract
+from eyas.config import Answers, Prompts, Target
 from eyas.digests import digest_file
 from eyas.draft import checkpoint
 from eyas.draft.model import DraftModel
@@ -23,12 +24,15 @@ from eyas.store.store import FeatureStore
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry. The draft takes the dtype of the target's own weights."""
     info = targets.read(spec.inputs["target"])
-    store = FeatureStore.open(spec.inputs["capture"] / "train")
+    store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
     contract = store.contract
     stored = weights.embedding(info.folder)
     dtype, embedding = stored.dtype, nn.Embedding.from_pretrained(stored.float())
     trained = checkpoint.load(spec.inputs["train"] / "draft", embedding)
-    extra: dict[str, Any] = {"eyas": {"contract": contract.to_dict()}, "eos_token_id": list(info.eos_token_ids)}
+    extra: dict[str, Any] = {
+        "eyas": {"contract": contract.to_dict(), "heldout": heldout(spec)},
+        "eos_token_id": list(info.eos_token_ids),
+    }
     if contract.layers != default_layers(info.num_layers):
         extra |= custom_layers(trained.config.to_hf(str(dtype))["eagle_config"], contract.layers)
     progress.milestone("writing and checking")
@@ -42,6 +46,17 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "tensors": len(checkpoint.names(again.config)),
         "parameters": parameters,
         "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def heldout(spec: StepSpec) -> dict[str, Any]:
+    """How the held-out answers came about, so that `eyas replay` gives the run's figure again."""
+    prompts, answers = spec.section(Prompts), spec.section(Answers)
+    return {
+        "prompts": prompts.heldout if prompts.heldout == "builtin" else str(Path(prompts.heldout).resolve()),
+        "limit": prompts.heldout_limit,
+        "max_new_tokens": answers.heldout_max_new_tokens or answers.max_new_tokens,
+        "chat_template_kwargs": spec.section(Target).chat_template_kwargs,
     }
 
 

@@ -40,7 +40,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry: count and choose."""
     info = targets.read(spec.inputs["target"])
     wanted = spec.section(Draft).vocab_size
-    store = FeatureStore.open(spec.inputs["capture"] / "train")
+    store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
     counts = torch.zeros(info.vocab_size, dtype=torch.int64)
     progress.total(len(store), "samples")
     for i in range(len(store)):

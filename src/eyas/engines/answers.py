@@ -16,12 +16,13 @@ import transformers
 
 from eyas.config import Answers, Capture, Engine, Target
 from eyas.corpus.keys import sample_key
-from eyas.decode.acceptance import loops
+from eyas.corpus.repeats import loops
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, pick_dtype, use_threads
 from eyas.engines.inprocess.generate import Answered, answer
 from eyas.engines.inprocess.target import InProcessTarget
 from eyas.engines.layers import resolve
+from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
@@ -55,18 +56,19 @@ class Targets:
             "train": pick_dtype(spec.section(Target).dtype, device),
             "heldout": pick_dtype(spec.section(Answers).heldout_dtype, device),
         }
-        self._loaded: dict[torch.dtype, InProcessTarget] = {}
+        self._loaded: InProcessTarget | None = None
 
     def dtype(self, split: str) -> torch.dtype:
         """The dtype in which prompts of a split are answered."""
         return self._dtypes[split]
 
     def get(self, split: str) -> InProcessTarget:
-        """The target for a split; loaded when first asked for."""
+        """The target for a split; loaded when it is asked for, one at a time."""
         dtype = self._dtypes[split]
-        if dtype not in self._loaded:
-            self._loaded[dtype] = InProcessTarget(self.info, self.layers, dtype, self._device)
-        return self._loaded[dtype]
+        if self._loaded is None or self._loaded.dtype != dtype:
+            self._loaded = None  # frees the memory of the one before
+            self._loaded = InProcessTarget(self.info, self.layers, dtype, self._device)
+        return self._loaded
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
@@ -77,10 +79,18 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     stored = {"auto": loaded.dtype("train"), "float32": torch.float32, "bfloat16": torch.bfloat16}[capture.dtype]
     rows = {split: read_rows(spec.inputs["prompts"] / f"{split}.jsonl") for split in SPLITS}
     longest = {"train": config.max_new_tokens, "heldout": config.heldout_max_new_tokens or config.max_new_tokens}
+    room = loaded.get("heldout").longest
+    fitting = {split: [ids for ids in prompts if len(ids) + longest[split] <= room] for split, prompts in rows.items()}
+    for split in SPLITS:
+        if not fitting[split]:
+            raise UserError(
+                f"answers: no {split} prompt leaves room for {longest[split]} new tokens in the target's context of "
+                f"{room}: lower answers.max_new_tokens or shorten the prompts"
+            )
     works = [
         Work(split, f"{split}-{number:05}.safetensors", prompts, longest[split], dtype)
         for split, dtype in (("heldout", loaded.dtype("heldout")), ("train", stored))
-        for number, prompts in enumerate(batches(rows[split], config.batch))
+        for number, prompts in enumerate(batches(fitting[split], config.batch))
     ]
     (out / "batches").mkdir(exist_ok=True)
     finished = [work for work in works if (out / "batches" / f"{work.file}.json").is_file()]
@@ -104,7 +114,9 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         if useful:
             shard.write(out / "batches" / work.file, [to_sample(a) for a in useful])
         write_json(out / "batches" / f"{work.file}.json", figures(answered))
-    return totals(out, works) | {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
+    too_long = sum(len(rows[split]) - len(fitting[split]) for split in SPLITS)
+    versions = {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
+    return totals(out, works) | {"too_long": too_long} | versions
 
 
 def read_rows(path: Path) -> list[list[int]]:

@@ -10,8 +10,18 @@ from eyas.errors import UserError
 
 
 def use_threads(engine: Engine) -> None:
-    """Take the processor's cores as the run file says; by default all that this process may use."""
-    torch.set_num_threads(engine.threads or len(os.sched_getaffinity(0)))
+    """Take the processor's cores as the run file says; by default all that this process, or its container, may use."""
+    torch.set_num_threads(engine.threads or usable_cores())
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores by affinity, or by the control group's quota where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+        return max(1, min(cores, int(allowed) // int(period)))
+    except (OSError, ValueError):
+        return cores
 
 
 def pick_device(engine: Engine) -> torch.device:

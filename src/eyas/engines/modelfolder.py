@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eyas.digests import digest_bytes, digest_file, digest_json
+from eyas.digests import digest_bytes, digest_file, digest_json, digest_sampled
 from eyas.engines.weights import INDEX, SINGLE
 from eyas.errors import UserError
 from eyas.files import read_json
@@ -64,13 +64,14 @@ def weight_files(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def model_digest(folder: Path, files: dict[str, tuple[int, str]]) -> str:
-    """Digest of config, index, and each weight file's header and size; the weights themselves are not read."""
+    """Digest of config, index, and each weight file: size, header and samples, which tell fine-tunes apart."""
     index = folder / INDEX
     return digest_json(
         {
             "config": digest_file(folder / "config.json"),
             "index": digest_file(index) if index.exists() else None,
             "files": files,
+            "samples": {name: digest_sampled(folder / name) for name in files},
         }
     )
 

@@ -64,14 +64,14 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
 def read(out: Path) -> TargetInfo:
     """What the target step found, from its output folder.
 
-    A fetched model that has gone from the cache since is fetched again. Raises UserError: the folder has gone.
+    A fetched model is verified, and made again where it is damaged or gone. Raises UserError: the folder has gone.
     """
     found = read_json(out / FILE)
     model, path = found.pop("model"), Path(found.pop("folder"))
-    if not (path / "config.json").is_file():
-        if model not in fetch.MODELS:
-            raise UserError(f"{path}: the target has gone since the run began; put it back, or name it in target.model")
+    if model in fetch.MODELS:
         path = fetch.fetch(model, Silent())
+    elif not (path / "config.json").is_file():
+        raise UserError(f"{path}: the target has gone since the run began; put it back, or name it in target.model")
     return TargetInfo(**{**found, "folder": path, "eos_token_ids": tuple(found["eos_token_ids"])})
 
 

@@ -1,7 +1,9 @@
 """A plan: the steps in order, each with the digest that names its output.
 
-The digest of a step covers everything that can change what it makes: name, entry, code, its sections of the run file,
-the seed, the outside files that it names, and the digests of the steps and services that it needs.
+The digest of a step covers name, entry, code, its sections of the run file, the seed, the outside files that it names
+(weights by samples, `digests.digest_sampled`), and the digests of the steps and services that it needs. It does not cover
+the versions of Python and of the libraries, nor the machine: what `auto` (engine.device, the dtypes) and engine.threads
+come to. After such a change, delete the folders of the steps that are to run again.
 """
 
 from collections.abc import Mapping

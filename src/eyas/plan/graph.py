@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.config import RunConfig
-from eyas.digests import digest_bytes, digest_file, digest_json
+from eyas.digests import digest_file, digest_sampled
 from eyas.errors import UserError
 
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-HEADER_LIMIT = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,12 @@ def build(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             work=train * config.train.epochs if train else None,
         ),
-        Step("export", "eyas.draft.export:run", needs=("target", "capture", "train"), sections=("draft",)),
+        Step(
+            "export",
+            "eyas.draft.export:run",
+            needs=("target", "capture", "train"),
+            sections=("target", "prompts", "answers"),
+        ),
         Step(
             "replay",
             "eyas.decode.replay:run",
@@ -140,7 +144,7 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _target_files(model: str) -> tuple[tuple[str, str], ...]:
-    """Config and tokenizer files by content, weights by header, size and time: weights are never read here."""
+    """Config and tokenizer files by content, weights by samples of it."""
     folder = Path(model)
     if not folder.is_dir():
         return ()
@@ -148,16 +152,9 @@ def _target_files(model: str) -> tuple[tuple[str, str], ...]:
     try:
         for path in sorted(folder.iterdir()):
             if path.suffix == ".safetensors":
-                stat = path.stat()
-                files[str(path)] = digest_json([stat.st_size, stat.st_mtime_ns, digest_bytes(_header(path))])
+                files[str(path)] = digest_sampled(path)
             elif path.suffix in CONTENT_SUFFIXES and path.is_file():
                 files[str(path)] = digest_file(path)
     except OSError as error:
         raise UserError(f"target.model: cannot read {error.filename or model} ({error.strerror})") from error
     return tuple(files.items())
-
-
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return file.read(size) if size <= HEADER_LIMIT else b""

@@ -160,9 +160,13 @@ class Shard:
             argmax=column["argmax"].long(),
         )
 
+    def is_whole(self, index: int) -> bool:
+        """Are the bytes of sample `index` those that were written?"""
+        return _digest(self.keys[index], self._column(index)) == self._digests[index]
+
     def verify(self) -> list[str]:
         """Read everything; return the keys of the samples whose bytes are not those that were written."""
-        return [key for index, key in enumerate(self.keys) if _digest(key, self._column(index)) != self._digests[index]]
+        return [key for index, key in enumerate(self.keys) if not self.is_whole(index)]
 
     def _column(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from eyas.capture.contract import Contract
+from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import fsync_folder
 from eyas.store import manifest as manifests
@@ -72,16 +73,20 @@ class FeatureStore:
         self._entries = manifest.shards
         self._starts = [0, *accumulate(entry.samples for entry in manifest.shards)]
         self._opened: dict[int, Shard] = {}
+        self._compared: set[int] = set()
 
     @classmethod
-    def open(cls, folder: Path, contract: Contract | None = None) -> "FeatureStore":
-        """Open the store in `folder`; with `contract`, only if its states are what that asks for.
+    def open(cls, folder: Path, contract: Contract | None = None, target: TargetInfo | None = None) -> "FeatureStore":
+        """Open the store in `folder`: with `contract` only if its states are what that asks for, with `target` only if
+        they are that target's.
 
         Raises UserError: no store, a damaged manifest, a contract that differs (field and both values named).
         """
         manifest = manifests.read(folder)
         if contract is not None:
             manifest.contract.require_equal(contract, str(folder))
+        if target is not None:
+            manifest.contract.require_target(target, str(folder))
         return cls(folder, manifest)
 
     def __len__(self) -> int:
@@ -95,12 +100,18 @@ class FeatureStore:
     def sample(self, index: int) -> Sample:
         """Sample `index`, counted from 0; reads nothing else. Its states are views of the file: change copies.
 
-        Raises UserError that names the shard: missing, damaged, or another one than the manifest says.
+        Its digest is compared when it is first read. Raises UserError that names the shard: missing, damaged, or
+        another one than the manifest says.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = bisect_right(self._starts, index) - 1
-        return self._shard(shard).sample(index - self._starts[shard])
+        number = bisect_right(self._starts, index) - 1
+        shard, place = self._shard(number), index - self._starts[number]
+        if index not in self._compared:
+            if not shard.is_whole(place):
+                raise UserError(f"{shard.path}: sample {shard.keys[place]} is damaged: restore it or capture again")
+            self._compared.add(index)
+        return shard.sample(place)
 
     def verify(self) -> list[str]:
         """Read everything; return a line for each damaged sample and each unusable shard."""

@@ -45,6 +45,8 @@ class Trainer:
     ) -> None:
         self.draft, self.head, self.config, self.steps, self.autocast = draft, head, config, steps, autocast
         self.number = 0
+        self.loss: float | None = None
+        """Of the newest step."""
         self._named = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
         matrices = [p for _, p in self._named if p.dim() >= 2]
         vectors = [p for _, p in self._named if p.dim() < 2]
@@ -82,6 +84,7 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.number += 1
+        self.loss = value
         return Step(self.number, value, rate, counts[0])
 
     def save(self, path: Path) -> None:
@@ -91,7 +94,7 @@ class Trainer:
             for moment in ("exp_avg", "exp_avg_sq") if p in self._optimizer.state else ():
                 state[f"{moment}:{name}"] = self._optimizer.state[p][moment]
         host = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-        about = {"eyas": json.dumps({"number": self.number, "steps": self.steps})}
+        about = {"eyas": json.dumps({"number": self.number, "steps": self.steps, "loss": self.loss})}
         write_atomic(path, safetensors.torch.save(host, metadata=about))
 
     def restore(self, path: Path) -> None:
@@ -104,7 +107,7 @@ class Trainer:
             raise UserError(f"{path}: damaged training state ({error}); delete it to begin anew") from error
         if about["steps"] != self.steps:
             raise UserError(f"{path}: of a schedule with {about['steps']} steps, not {self.steps}; delete it")
-        self.number = int(about["number"])
+        self.number, self.loss = int(about["number"]), about["loss"]
         with torch.no_grad():
             self.draft.d2t.copy_(state["d2t"])
             self.draft.t2d.copy_(state["t2d"])

@@ -17,13 +17,14 @@ from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import native_bfloat16, pick_device, use_threads
 from eyas.errors import UserError
+from eyas.files import read_json, write_json
 from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.store import FeatureStore
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import pack, plan
 
-STATE = "state.safetensors"
+STATE, RESULT = "state.safetensors", "training.json"
 DRAFT = "draft"
 """Folder of the trained draft in float32, in the output."""
 CURVE_ROWS = 48
@@ -38,10 +39,15 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     engine, config = spec.section(Engine), spec.section(Train)
     use_threads(engine)
     device = pick_device(engine)
+    if (out / RESULT).is_file():  # an attempt that was ended just before it was published
+        (out / STATE).unlink(missing_ok=True)
+        finished: dict[str, Any] = read_json(out / RESULT)
+        return finished
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
-    store = FeatureStore.open(spec.inputs["capture"] / "train")
-    heldout = FeatureStore.open(spec.inputs["capture"] / "heldout")
+    info = targets.read(spec.inputs["target"])
+    store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
+    heldout = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
     draft, head = build(spec, device)
     autocast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else None
@@ -78,14 +84,17 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     seconds = max(time.monotonic() - began, 1e-9)
     (out / DRAFT).mkdir(exist_ok=True)
     checkpoint.save(out / DRAFT, draft, torch.float32)
-    return {
+    result = {
         "steps": len(batches),
         "tokens": sum(tokens),
-        "loss": recent[-1].loss if recent else None,
-        "tokens_per_second": sum(tokens[first:]) / seconds,
+        "loss": trainer.loss,
+        "tokens_per_second": sum(tokens[first:]) / seconds if first < len(batches) else None,
         "digest": checkpoint.digest(draft),
         "versions": {"torch": torch.__version__},
     }
+    write_json(out / RESULT, result)
+    state.unlink()  # only needed to go on
+    return result
 
 
 def build(spec: StepSpec, device: torch.device) -> tuple[DraftModel, torch.Tensor]:

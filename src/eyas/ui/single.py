@@ -4,7 +4,7 @@ import sys
 import time
 
 from eyas.run.protocol import printable
-from eyas.ui.text import amount
+from eyas.ui.text import amount as short
 
 EVERY_SECONDS = 5.0
 
@@ -27,7 +27,7 @@ class Lines:
         self._done += amount
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY_SECONDS
-            self.milestone(f"{_amount(self._done)}/{_amount(self._total)} {self._unit}")
+            self.milestone(f"{short(self._done)}/{short(self._total)} {self._unit}")
 
     def milestone(self, text: str) -> None:
         """See `eyas.progress.Progress`."""
@@ -35,6 +35,3 @@ class Lines:
 
     def metric(self, **values: float) -> None:
         """Not shown."""
-
-
-_amount = amount

@@ -60,7 +60,7 @@ class InProcessTarget:
         self._heads = config.num_key_value_heads
         self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         window = getattr(config, "sliding_window", None)
-        self._longest = min(config.max_position_embeddings, window or config.max_position_embeddings)
+        self.longest = min(config.max_position_embeddings, window or config.max_position_embeddings)
         self._taps: dict[int, torch.Tensor] = {}
         for position in layers:
             self.model.model.layers[position].register_forward_pre_hook(self._tap(position))
@@ -83,15 +83,18 @@ class InProcessTarget:
         table: nn.Embedding = self.model.model.embed_tokens
         return table
 
-    def cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache. Raises UserError where `capacity` is more than the target can attend to."""
-        if capacity > self._longest:
+    def cache(self, rows: int, capacity: int, spare: int = 0) -> KVCache:
+        """An empty cache. Raises UserError where `capacity` is more than the target can attend to.
+
+        `spare` more places are for drafts that may turn out to lie behind an answer's end.
+        """
+        if capacity > self.longest:
             raise UserError(
-                f"a row of {capacity} tokens is longer than the target's context ({self._longest}): "
+                f"a row of {capacity} tokens is longer than the target's context ({self.longest}): "
                 "lower answers.max_new_tokens or shorten the prompts"
             )
         layers = self.model.config.num_hidden_layers
-        return KVCache.empty(layers, rows, self._heads, capacity, self._size, self.dtype, self.device)
+        return KVCache.empty(layers, rows, self._heads, capacity + spare, self._size, self.dtype, self.device)
 
     @torch.inference_mode()
     def run(self, ids: torch.Tensor, cache: KVCache) -> Pass:
