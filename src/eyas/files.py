@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eyas.errors import UserError
 
@@ -21,12 +21,13 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` so that `path` holds either its old content or all of the new, whatever happens meanwhile."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path` at the end: that holds either its old content or all of the new."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -34,6 +35,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         partial.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write `data` as the whole of `path`, atomically."""
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -49,9 +56,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not valid JSON ({error}); delete it or restore it") from error
 
 
+def number(value: Any) -> float | None:
+    """`value` from a JSON file if it is a number that can be reckoned with, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
+
+
 @contextlib.contextmanager
 def plain_os_errors(where: Path) -> Iterator[None]:
-    """Turn full disks, read-only folders, missing rights and exhausted memory into a UserError with a remedy."""
+    """Turn full disks, read-only folders, missing rights and impossible names into a UserError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -65,12 +77,11 @@ def plain_os_errors(where: Path) -> Iterator[None]:
         if error.errno == errno.EROFS:
             raise UserError(f"{path} is on a read-only file system: choose another folder with --runs DIR") from error
         if error.errno == errno.ENOTDIR:
-            raise UserError(f"{path}: a file stands where a folder is needed: choose another folder") from error
+            above = (Path(os.fsdecode(path)), *Path(os.fsdecode(path)).parents)
+            in_the_way = next((place for place in above if place.is_file()), path)
+            raise UserError(f"{in_the_way}: a file stands where a folder is needed: delete it") from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{path}: this name is too long for the file system: choose a shorter one") from error
         if error.errno in (errno.EACCES, errno.EPERM):
             raise UserError(f"no permission for {path}: change its rights or choose another folder") from error
         raise
-    except MemoryError as error:
-        raise UserError(
-            "out of memory: lower answers.batch or train.batch_tokens in the run file and run it again; "
-            "what is finished is kept"
-        ) from error

@@ -19,10 +19,10 @@ from typing import Any
 
 from eyas.config import RunConfig, Section
 from eyas.errors import UserError
-from eyas.files import read_json, write_json
+from eyas.files import number, read_json, write_json
 from eyas.plan import code
 from eyas.run import outputs, process
-from eyas.run.faults import plain_errors
+from eyas.run.faults import IN_A_RUN, plain_errors
 from eyas.run.protocol import ProgressWriter, printable
 from eyas.spec import StepSpec
 
@@ -42,10 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         if asked.check:
-            with plain_errors(asked.out):
+            with plain_errors(asked.out, IN_A_RUN):
                 _prepare(asked.name, asked.spec)
             return 0
-        with plain_errors(asked.out):
+        with plain_errors(asked.out, IN_A_RUN):
             asked.out.mkdir(parents=True, exist_ok=True)
             attempt = _claim(asked.out, asked.lock)
     except UserError as error:
@@ -61,13 +61,14 @@ def _claim(folder: Path, handle: int | None) -> int:
         if handle is None:
             raise UserError(f"{folder}: this step is running already")
     os.set_inheritable(handle, False)
-    before = process.who_runs(folder)
-    spent = float(before.get("spent", 0))
-    with contextlib.suppress(OSError, KeyError):
-        spent += max(0.0, (folder / "heartbeat").stat().st_mtime - before["started"])
-    attempt = int(before.get("attempt", 0)) + 1
+    before = process.who_runs(folder) or process.who_ran(folder)
+    spent, started = number(before.get("spent")) or 0.0, number(before.get("started"))
+    with contextlib.suppress(OSError):
+        spent += max(0.0, (folder / "heartbeat").stat().st_mtime - started) if started is not None else 0.0
+    attempt = int(number(before.get("attempt")) or 0) + 1
     who = {**process.identity(os.getpid()), "attempt": attempt, "started": time.time(), "spent": round(spent, 3)}
-    write_json(folder / "process.json", who)
+    write_json(folder / process.NOW, who)
+    (folder / process.BEFORE).unlink(missing_ok=True)
     (folder / "exit.json").unlink(missing_ok=True)
     (folder / "ready.json").unlink(missing_ok=True)
     (folder / "heartbeat").touch()
@@ -77,33 +78,34 @@ def _claim(folder: Path, handle: int | None) -> int:
 def _attempt(asked: argparse.Namespace, attempt: int) -> int:
     """Run the entry and write exit.json, whatever happens."""
     folder: Path = asked.out
-    number, error = 0, None
+    exit_code, error = 0, None
     try:
-        with plain_errors(folder):
+        with plain_errors(folder, IN_A_RUN):
             _work(asked, attempt)
     except UserError as plain:
-        number, error = 2, printable(str(plain), 2000)
+        exit_code, error = 2, printable(str(plain), 2000)
         # The cause may be a fault that only looks like the user's: keep its traceback for the log.
         traceback.print_exc()
     except SystemExit as end:
-        number = end.code if isinstance(end.code, int) and end.code else 1
-        error = f"exit code {number}"
+        exit_code = end.code if isinstance(end.code, int) and end.code else 1
+        error = f"exit code {exit_code}"
     except BaseException as fault:
         traceback.print_exc()
-        number, error = 1, printable(f"{type(fault).__name__}: {fault}", 2000)
+        exit_code, error = 1, printable(f"{type(fault).__name__}: {fault}", 2000)
     who = process.who_runs(folder)
-    seconds = max(0.0, time.time() - float(who.get("started", time.time())))
+    now = time.time()
+    seconds = max(0.0, now - (number(who.get("started")) or now))
     said = {
-        "code": number,
+        "code": exit_code,
         "error": error,
         "seconds": round(seconds, 3),
-        "spent": round(seconds + who.get("spent", 0), 3),
+        "spent": round(seconds + (number(who.get("spent")) or 0.0), 3),
     }
     try:
-        write_json(folder / "exit.json", {**said, "attempt": attempt, "ended": time.time()})
+        write_json(folder / "exit.json", {**said, "attempt": attempt, "ended": now})
     except OSError:
         traceback.print_exc()
-    return number
+    return exit_code
 
 
 def _work(asked: argparse.Namespace, attempt: int) -> None:

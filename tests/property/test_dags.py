@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,3 +83,17 @@ def test_graphs_run_in_order_and_once(drawn: tuple[tuple[Step, ...], set[str]]) 
     assert set(started) == {name for name in needs if not needs[name] & lost}
     assert code == (2 if failing else 0)
     assert all(view.state == "finished" for view in seen.views.values() if view.name not in lost)
+
+
+@given(graphs(), st.data())
+def test_what_runs_has_its_inputs_and_a_reader(drawn: tuple[tuple[Step, ...], set[str]], data: st.DataObject) -> None:
+    steps, products = drawn
+    steps = tuple(replace(step, product=step.name in products) for step in steps)
+    sound = data.draw(st.sets(st.sampled_from([step.name for step in steps])))
+    needed = toyrun.plan({}, steps).needed(sound)
+    readers = {step.name: {other.name for other in steps if step.name in other.needs} for step in steps}
+    runs = needed - sound
+    assert all(set(step.needs) <= needed for step in steps if step.name in runs)
+    assert needed == {
+        step.name for step in steps if step.product or not readers[step.name] or readers[step.name] & runs
+    }

@@ -98,18 +98,20 @@ def test_a_failed_step_sets_the_exit_code(eyas: Eyas, monkeypatch: pytest.Monkey
 def test_replay_calls_the_decoder(eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def cli_replay(**how: Any) -> dict[str, Any]:
+    def predict(**how: Any) -> dict[str, Any]:
         asked.update(how)
         how["progress"].milestone("loading")
         return {"accept_length": 1.5, "rounds": 10, "draft_tokens": 2}
 
-    module = types.SimpleNamespace(cli_replay=cli_replay)
-    monkeypatch.setitem(sys.modules, "eyas.decode", module)  # type: ignore[arg-type]
+    module = types.SimpleNamespace(predict=predict)
+    monkeypatch.setitem(sys.modules, "eyas.decode", types.ModuleType("eyas.decode"))
+    monkeypatch.setitem(sys.modules, "eyas.decode.predict", module)  # type: ignore[arg-type]
     code, out, err = eyas("replay", "draft", "--target", "model", "--draft-tokens", "2", "--json")
     assert (code, err) == (0, "loading\n")
     assert json.loads(out)["accept_length"] == 1.5
     del asked["progress"]
-    assert asked == {"draft": Path("draft"), "target": "model", "prompts": "builtin", "draft_tokens": 2, "limit": None}
+    given = {"draft": Path("draft"), "target": "model", "draft_tokens": 2}
+    assert asked == {**given, "prompts": None, "limit": None, "max_new_tokens": None}
     code, out, _ = eyas("replay", "draft", "--target", "model")
     assert "Accept length  1.50" in out
     assert eyas("replay", "draft")[0] == 2
@@ -117,9 +119,16 @@ def test_replay_calls_the_decoder(eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -
     def without_torch(**how: Any) -> dict[str, Any]:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    module.cli_replay = without_torch
+    module.predict = without_torch
     code, _, err = eyas("replay", "draft", "--target", "model")
     assert (code, err) == (2, "eyas: torch is not installed: pip install 'eyas[train]'\n")
+
+    def without_memory(**how: Any) -> dict[str, Any]:
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object", name="torch._C")
+
+    module.predict = without_memory
+    code, _, err = eyas("replay", "draft", "--target", "model")
+    assert (code, err) == (2, "eyas: out of memory: end other programs and run the same command again\n")
 
 
 def test_a_fault_keeps_its_traceback(eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:

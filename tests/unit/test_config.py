@@ -28,7 +28,7 @@ def test_the_demo_recipe_and_overrides() -> None:
         (["train.epoch=3"], "unknown key train.epoch; did you mean train.epochs?"),
         (["engine.zzz=3"], "unknown key engine.zzz; known here: kind, device, threads"),
         (["train.epochs=x"], "train.epochs: should be a valid number (got 'x')"),
-        (["train.epochs=0"], "train.epochs: should be greater than 0 (got 0)"),
+        (["train.epochs=0"], "train.epochs: should be greater than or equal to 0.01 (got 0)"),
         (["train.learning_rate=.inf"], "train.learning_rate: should be a finite number (got inf)"),
         (["draft.vocab_size=x"], "draft.vocab_size: should be a valid integer or should be 'full' (got 'x')"),
         (["draft.vocab_size=0"], "draft.vocab_size: must be at least 1, or 'full' (got 0)"),
@@ -39,6 +39,18 @@ def test_the_demo_recipe_and_overrides() -> None:
         (["train.epochs"], "write it as key.key=value"),
         (["train.epochs={"], "the value is not valid YAML"),
         (["name=a/b"], "name: "),
+        ([f"name={'n' * 101}"], "name: String should have at most 100 characters"),
+        (["train.betas=[0.9, 1]"], "train.betas: should be less than 1 (got 1)"),
+        (["train.betas=[-0.1, 0.9]"], "train.betas: should be greater than or equal to 0 (got -0.1)"),
+        (["train.epochs=1e-9"], "train.epochs: should be greater than or equal to 0.01"),
+        (["capture.layers=[1, 2, 3, 3]"], "capture.layers: EAGLE-3 takes three different layers (got [1, 2, 3, 3])"),
+        (["capture.layers=[-1, 2, 3]"], "capture.layers: ids count from 0"),
+        (["capture.layers=[0, 2, 3]"], "capture.layers: 0 is the embedding under hidden_states, which SGLang cannot"),
+        (["target.model={{x}}"], "override 'target.model={{x}}': the value is not valid YAML"),
+        (["target.model=2026-02-31"], "override 'target.model=2026-02-31': the value is not valid YAML"),
+        (["target.model=~nobody-of-this-name/m"], "target.model: "),
+        (["target.model="], "target.model: should be a valid string (got None)"),
+        (["target="], "target.model is missing"),
     ],
 )
 def test_errors_name_the_field(overrides: list[str], text: str) -> None:
@@ -56,6 +68,8 @@ def test_errors_name_the_field(overrides: list[str], text: str) -> None:
         (b"", "a run file is a mapping"),
         (b"name: [", "line 1: not valid YAML"),
         (b"name: a\nname: b\n", "line 2: not valid YAML (name is given twice)"),
+        (b"target:\n  model: {{x}}", "line 2: not valid YAML (found unhashable key)"),
+        (b"name: 2026-02-31", "not valid YAML (day is out of range for month)"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
@@ -65,6 +79,24 @@ def test_files_that_are_none(tmp_path: Path, content: bytes, text: str) -> None:
         config.load(tmp_path / "run.yaml")
     assert text in str(caught.value)
     assert str(tmp_path / "run.yaml") in str(caught.value)
+
+
+def test_layers_under_the_other_convention() -> None:
+    loaded = config.load(RECIPE, ["capture.layers=[0, 2, 3]", "capture.convention=layer_output"])
+    assert loaded.capture.layers == [0, 2, 3]
+
+
+def test_home_is_written_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    loaded = config.load(RECIPE, ["target.model=~/m", "prompts.train=~/p.txt", "prompts.heldout=a~b.txt"])
+    assert loaded.target.model == "/home/somebody/m"
+    assert (loaded.prompts.train, loaded.prompts.heldout) == ("/home/somebody/p.txt", "a~b.txt")
+
+
+def test_a_section_left_empty_holds_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("name: a\ntarget: {model: m}\ntrain:\ndecode:\n")
+    loaded = config.load(tmp_path / "run.yaml", ["decode.batch=2", "draft="])
+    assert (loaded.train, loaded.draft, loaded.decode.batch) == (config.Train(), config.Draft(), 2)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -109,14 +109,14 @@ def test_stopping_ends_the_children_and_keeps_the_state(tmp_path: Path, number: 
     assert "two: begins at piece 2" in seen.said
 
 
-def test_a_killed_step_is_a_fault_that_names_the_signal(tmp_path: Path) -> None:
+def test_a_killed_step_ran_out_of_memory_most_likely(tmp_path: Path) -> None:
     with runner(tmp_path, {"one": {"wait_for": str(tmp_path / "never")}}) as first:
         wait(lambda: working(tmp_path, "one") is not None)
         step = RunFolder(tmp_path).steps()["one"]
         os.kill(process.who_runs(step.path)["pid"], signal.SIGKILL)
         output, _ = first.communicate(timeout=10)
-    assert first.returncode == 1
-    assert "one: failed: ended by SIGKILL" in output
+    assert first.returncode == 2
+    assert "one: failed: killed by the system, most likely for want of memory" in output
     assert step.exit()["code"] == -9
 
 
@@ -157,10 +157,40 @@ def test_a_forked_helper_that_outlives_its_step_is_ended(tmp_path: Path, monkeyp
     fork = "import os, sys, time\nif os.fork() == 0: time.sleep(60)\n"
     step = subprocess.Popen([sys.executable, "-c", fork], pass_fds=(handle,), start_new_session=True)
     os.close(handle)
+    (tmp_path / "process.json").write_text(json.dumps(process._described(step.pid)))
     step.wait()
-    (tmp_path / "process.json").write_text(json.dumps({"pid": step.pid, "start": 1}))
     assert process.try_lock(tmp_path / "lock") is None
     assert process.attach(tmp_path) is None
+
+
+@pytest.mark.parametrize("other", [{"start": 1}, {"boot": "another"}, {"host": "elsewhere"}])
+def test_a_stranger_with_an_old_number_is_never_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
+) -> None:
+    monkeypatch.setattr(process, "IDENTIFY_SECONDS", 0.2)
+    handle = process.try_lock(tmp_path / "lock")
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    (tmp_path / "process.json").write_text(json.dumps(process.identity(stranger.pid) | other))
+    with pytest.raises(UserError, match="something holds its lock and has not said who it is"):
+        process.attach(tmp_path)
+    assert handle is not None
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+    os.close(handle)
+
+
+def test_a_new_child_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    """Until it says who it is, nothing in the folder does; the attempts and seconds before are not forgotten."""
+    before = process.identity(os.getpid()) | {"attempt": 4, "spent": 7.5}
+    (tmp_path / "process.json").write_text(json.dumps(before))
+    child = process.start(tmp_path, "one")  # Without a spec: it only says who it is, and ends.
+    assert process.who_runs(tmp_path).get("pid") in (None, child.who["pid"])
+    wait(lambda: not child.running())
+    assert child.exit()["code"] == 2
+    now = process.who_runs(tmp_path)
+    assert (now["pid"], now["attempt"], now["spent"]) == (child.who["pid"], 5, 7.5)
+    assert not (tmp_path / "previous.json").exists()
 
 
 def test_a_process_number_that_is_used_again_is_not_taken_for_the_child() -> None:

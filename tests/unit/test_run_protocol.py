@@ -104,3 +104,9 @@ def test_silence_after_advance_is_flushed(tmp_path: Path) -> None:
     follower = Follower(tmp_path / "p")
     follower.read()
     assert follower.state.done == 2
+
+
+def test_numbers_that_are_none_are_unknown() -> None:
+    state = ProgressState()
+    state.take({"t": 0, "total": "x", "unit": "rows", "done": [1]})
+    assert (state.total, state.done, state.eta(0)) == (None, 0, None)

@@ -27,9 +27,10 @@ def why(planned: Planned, home: Path) -> str:
 def _newest(home: Path) -> dict[str, Any] | None:
     specs = sorted(home.glob("*/spec.json"), key=lambda path: path.stat().st_mtime)
     try:
-        return dict(read_json(specs[-1])) if specs else None
-    except (OSError, UserError, ValueError):
+        old = read_json(specs[-1]) if specs else None
+    except (OSError, UserError):
         return None
+    return old if isinstance(old, dict) else None
 
 
 def _fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

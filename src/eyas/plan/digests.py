@@ -1,9 +1,9 @@
 """A plan: the steps in order, each with the digest that names its output.
 
 The digest of a step covers name, entry, code, its sections of the run file, the seed, the outside files that it names
-(weights by samples, `digests.digest_sampled`), and the digests of the steps and services that it needs. It does not cover
-the versions of Python and of the libraries, nor the machine: what `auto` (engine.device, the dtypes) and engine.threads
-come to. After such a change, delete the folders of the steps that are to run again.
+(weights by samples, `digests.digest_sampled`), and the digests of the steps and services that it needs. It does not
+cover the versions of Python and of the libraries, nor the machine: what `auto` (engine.device, the dtypes) and no
+engine.threads come to there. After such a change, delete the folders of the steps that are to run again.
 """
 
 from collections.abc import Mapping
@@ -49,6 +49,19 @@ class Plan:
     def needs(self, planned: Planned) -> set[str]:
         """The steps that must be finished before this one starts: its own needs and those of its services."""
         return set(planned.step.needs).union(*(self.service(name).step.needs for name in planned.step.leases))
+
+    def needed(self, sound: set[str]) -> set[str]:
+        """The steps whose outputs this run needs, `sound` being those that have one: the ends of the graph, the
+        products, and what the steps that are still to run need. All others would be made for nobody."""
+        found: set[str] = set()
+        read: set[str] = set()
+        ends = {planned.name for planned in self.steps}.difference(*(self.needs(planned) for planned in self.steps))
+        for planned in reversed(self.steps):
+            if planned.name in ends | read or planned.step.product:
+                found.add(planned.name)
+                if planned.name not in sound:
+                    read |= self.needs(planned)
+        return found
 
 
 def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, services: tuple[Step, ...] = ()) -> Plan:

@@ -29,6 +29,8 @@ class Step:
     """Services that must answer while it runs."""
     work: float | None = None
     """Estimate of its work, comparable between runs of the same step; None while unknown."""
+    product: bool = False
+    """Its output is wanted for itself, though other steps need it."""
     outside: tuple[tuple[str, str], ...] = ()
     """Files that the run does not own: path and digest."""
 
@@ -83,6 +85,7 @@ def build(config: RunConfig) -> tuple[Step, ...]:
             "eyas.draft.export:run",
             needs=("target", "capture", "train"),
             sections=("target", "prompts", "answers"),
+            product=True,
         ),
         Step(
             "replay",

@@ -10,9 +10,10 @@ from types import FrameType
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.files import write_json
+from eyas.files import number, write_json
 from eyas.plan.digests import Plan, Planned
 from eyas.run import outputs, process
+from eyas.run.faults import IN_A_RUN, about_memory
 from eyas.run.folder import RunFolder
 from eyas.run.journal import Journal, expected
 from eyas.run.protocol import Follower, printable
@@ -68,9 +69,10 @@ class Executor:
             if child := process.attach(old.path):
                 self.watcher.note(f"ending {old.path.parent.name} (process {child.who['pid']}): the run has changed")
                 process.end([child])
-        self.run_folder.prune(self.plan)
         for service in self.services.values():
             service.attach()
+        problems: dict[str, str] = {}
+        sound: set[str] = set()
         for name, planned in self.planned.items():
             view = self.views[name]
             view.expected = expected(self.run_folder.journal, name, planned.step.work)
@@ -78,14 +80,23 @@ class Executor:
                 self._follow(name, child, self._follower(name))
                 self._become(name, "running", f"process {child.who['pid']} goes on")
             elif view.folder.out.exists():
-                problem = outputs.verify(view.folder.out)
-                if problem is None:
-                    view.reused, view.seconds = True, view.folder.seconds()
-                    view.folder.path.touch()
-                    self._become(name, "finished", "reused")
+                if problem := outputs.verify(view.folder.out):
+                    problems[name] = problem
                 else:
-                    self.watcher.note(f"{name} runs again: {view.folder.out}: {problem}")
-                    outputs.remove(view.folder.path)
+                    sound.add(name)
+                    view.folder.path.touch()
+        needed = self.plan.needed(sound)
+        for name, view in self.views.items():
+            if name in self.running:
+                continue
+            if name in sound or name not in needed:
+                if name in problems:
+                    self.watcher.note(f"{view.folder.out}: {problems[name]}, but all that reads it is finished")
+                view.reused, view.seconds = True, view.folder.seconds()
+                self._become(name, "finished", "reused" if name in sound else "not needed")
+            elif name in problems:
+                self.watcher.note(f"{name} runs again: {view.folder.out}: {problems[name]}")
+                outputs.remove(view.folder.path)
 
     def _start_ready(self) -> bool:
         """Start what may start; whether anything is still to come."""
@@ -133,7 +144,7 @@ class Executor:
 
     def _follow(self, name: str, child: process.Child, follower: Follower) -> None:
         view = self.views[name]
-        view.progress, view.began = follower.state, child.who.get("started", time.time())
+        view.progress, view.began = follower.state, number(child.who.get("started")) or time.time()
         self.running[name] = child, follower
 
     def _collect(self) -> None:
@@ -167,11 +178,14 @@ class Executor:
             view.ended, view.seconds = time.time(), view.folder.seconds()
             self._measure(name, "done")
             self._become(name, "finished")
-        elif code == USER_ERROR:
+        elif code in (USER_ERROR, process.KILLED):
             self._fail(name, USER_ERROR, str(error))
         else:
             last = view.folder.last_log_line()
             text = error if not last or last == error else f"{error}: {last}" if code < 0 else last
+            if about_memory(last):  # From a library that ends the process by itself.
+                self._fail(name, USER_ERROR, f"out of memory ({last}): {IN_A_RUN}")
+                return
             self._fail(name, FAULT, f"{text}; log: {view.folder.path / 'log.txt'}")
 
     def _fail(self, name: str, code: int, error: str) -> None:

@@ -4,12 +4,13 @@ import contextlib
 import os
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from eyas import __version__
 from eyas.errors import UserError
-from eyas.files import fsync_folder, read_json, write_atomic, write_json
+from eyas.files import fsync_folder, number, read_json, write_atomic, write_json
 from eyas.plan.digests import Plan, Planned
 from eyas.run import outputs, process
 from eyas.run.protocol import Follower, ProgressState
@@ -39,10 +40,14 @@ class RunFolder:
     def steps(self) -> dict[str, "StepFolder"]:
         """Folders of the newest run's steps, in order, from plan.json. Raises UserError when this is no run folder."""
         try:
-            plan = read_json(self.path / "plan.json")
+            steps = read_json(self.path / "plan.json")["steps"]
+            return {step["name"]: StepFolder(self.path / "steps" / step["name"] / step["digest"]) for step in steps}
         except OSError as error:
             raise UserError(f"{self.path} is no run folder (it has no readable plan.json)") from error
-        return {step["name"]: StepFolder(self.path / "steps" / step["name"] / step["digest"]) for step in plan["steps"]}
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.path / 'plan.json'} names no steps, it is damaged: `eyas run` with the same run file mends it"
+            ) from error
 
     def begin(self, plan: Plan, resolved: dict[str, Any]) -> None:
         """Write run.yaml, plan.json and versions.json; forget the verdict of an earlier run."""
@@ -74,14 +79,28 @@ class RunFolder:
         return [StepFolder(path) for path in sorted(rest, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def prune(self, plan: Plan) -> None:
-        """Keep the two digests of each step that were wanted last, and the one that `draft` points to."""
-        draft = (self.path / "draft").resolve().parent
-        kept = {planned.name: 1 for planned in (*plan.steps, *plan.services)}
+        """After a run that succeeded: keep what it used, the two finished outputs of each step that were wanted last,
+        and what the draft behind `draft` was made of."""
+        behind_draft = self._made_of((self.path / "draft").resolve().parent)
+        kept = Counter(planned.name for planned in plan.steps)
         for old in self.unwanted(plan):
             name = old.path.parent.name
-            kept[name] = kept.get(name, 0) + 1
-            if kept[name] > KEPT_DIGESTS and old.path.resolve() != draft and process.attach(old.path) is None:
+            kept[name] += old.finished
+            newest = old.finished and kept[name] <= KEPT_DIGESTS
+            if not newest and old.path.resolve() not in behind_draft:
                 outputs.remove(old.path)
+
+    def _made_of(self, step: Path) -> set[Path]:
+        """A step's folder and those of all steps whose outputs went into it, resolved."""
+        found: set[Path] = set()
+        todo = [step]
+        while todo:
+            if (step := todo.pop()) not in found:
+                found.add(step)
+                inputs = read_or_empty(step / "spec.json").get("inputs")
+                if isinstance(inputs, dict):
+                    todo += [step.parents[1] / name / Path(str(out)).parent.name for name, out in inputs.items()]
+        return found
 
     def link_draft(self, out: Path) -> None:
         """Point `draft` to an exported draft, atomically."""
@@ -119,7 +138,7 @@ class StepFolder:
 
     def exit(self) -> dict[str, Any]:
         """Its exit.json; empty while there is none."""
-        return read_or_empty(self.path / "exit.json")
+        return process.how_ended(self.path)
 
     def progress(self) -> ProgressState:
         """What it has said so far."""
@@ -129,13 +148,14 @@ class StepFolder:
 
     def seconds(self) -> float | None:
         """Seconds that it worked, all attempts together; None when it never started."""
-        if (spent := self.exit().get("spent")) is not None:
-            return float(spent)
+        if (spent := number(self.exit().get("spent"))) is not None:
+            return spent
         who = process.who_runs(self.path)
-        if "started" not in who:
+        started = number(who.get("started"))
+        if started is None:
             return None
-        until = time.time() if process.alive(who) else self._last_sign(who["started"])
-        return float(who.get("spent", 0)) + max(0.0, until - float(who["started"]))
+        until = time.time() if process.alive(who) else self._last_sign(started)
+        return (number(who.get("spent")) or 0.0) + max(0.0, until - started)
 
     def last_log_line(self) -> str:
         """The last line in log.txt that says something; empty when there is none."""

@@ -53,7 +53,7 @@ class Journal:
         seconds: float,
         outcome: str,
     ) -> None:
-        """Record how long one attempt of a step took for how many units."""
+        """Record how long a step has worked, all its attempts together, for how many units."""
         with self._plain():
             row = (time.time(), step, self.host, device, model, work, units, unit, seconds, outcome)
             self._db.execute("INSERT INTO durations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.files import read_json
 from eyas.run import process
 
 
@@ -34,8 +33,4 @@ def hold(folder: Path) -> Iterator[None]:
 
 def owner(folder: Path) -> dict[str, Any]:
     """Who owns the folder, or did last; empty when unknown."""
-    with contextlib.suppress(OSError, UserError):
-        who = read_json(folder / "lock")
-        if isinstance(who, dict):
-            return who
-    return {}
+    return process.read_identity(folder / "lock")

@@ -5,6 +5,7 @@ so a file above 16 MiB is verified by its size and its first and last MiB, whose
 published.
 """
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -40,6 +41,8 @@ def publish(partial: Path, out: Path, result: dict[str, Any]) -> None:
 
 def verify(out: Path) -> str | None:
     """What is wrong with a finished output (None: nothing). Names the first file that differs."""
+    if out.is_file():
+        return "it is a file, not a folder"
     if not (out / LIST).is_file():
         return "it was never finished"
     try:
@@ -63,7 +66,8 @@ def verify(out: Path) -> str | None:
 def remove(folder: Path) -> None:
     """Delete a folder. Interrupted half-way, what is left does not verify."""
     if folder.exists():
-        (folder / "out" / LIST).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (folder / "out" / LIST).unlink()
         shutil.rmtree(folder)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.files import number
+
 ADVANCE_SECONDS = 0.2
 
 
@@ -99,10 +101,10 @@ class ProgressState:
             self.__init__(metrics=metrics)  # type: ignore[misc]
             self.attempt, self.started = int(line["attempt"]), t
         if "total" in line:
-            self.total, self.unit = line["total"], str(line["unit"])
+            self.total, self.unit = number(line["total"]), printable(str(line["unit"]))
             self._points.clear()
-        if line.get("done") is not None:
-            self.done = float(line["done"])
+        if (done := number(line.get("done"))) is not None:
+            self.done = done
             if len(self._points) > 1 and t - self._points[-2][0] < 1:
                 self._points[-1] = (t, self.done)
             else:

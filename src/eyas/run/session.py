@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.files import plain_os_errors, write_json
+from eyas.files import write_json
 from eyas.plan.digests import Plan
 from eyas.run import lock
 from eyas.run.executor import FINISHED, STOPPED, Executor
-from eyas.run.faults import missing_extra
+from eyas.run.faults import IN_A_RUN, plain_errors
 from eyas.run.folder import RunFolder
 from eyas.run.journal import Journal
 from eyas.run.timeline import timeline
@@ -41,7 +41,7 @@ def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher) ->
     started = time.time()
     if folder.is_file():
         raise UserError(f"{folder} is a file, not a run folder: choose another folder with --runs DIR")
-    with plain_os_errors(folder):
+    with plain_errors(folder, IN_A_RUN):
         folder.mkdir(parents=True, exist_ok=True)
         with lock.hold(folder):
             run_folder = RunFolder(folder)
@@ -71,23 +71,23 @@ def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> 
     verdict = results.get("verdict") or {"reasons": [f"{v.name} failed: {v.error}" for v in views if v.error]}
     write_json(run.path / "verdict.json", {**verdict, "seconds": seconds, "versions": versions, "seed": plan.seed})
     write_json(run.path / "timeline.json", timeline(run.path.name, plan, views, started))
-    if "export" in results and all(view.state == "finished" for view in views):
-        run.link_draft(next(view.folder.out for view in views if view.name == "export"))
+    if all(view.state == "finished" for view in views):
+        if "export" in results:
+            run.link_draft(next(view.folder.out for view in views if view.name == "export"))
+        run.prune(plan)
     return report(run.path, strict=False)
 
 
 def report(folder: Path, strict: bool = True) -> list[str]:
     """Build report.html; returns what stood in the way, which raises when `strict`."""
     try:
-        from eyas.report import build
+        with plain_errors(folder):
+            from eyas.report import build
 
-        build(folder)
+            build(folder)
     except Exception as error:
-        plain = missing_extra(error) if isinstance(error, ImportError) else None
         if strict:
-            if plain:
-                raise plain from error
             raise
-        why = plain or f"{type(error).__name__}: {error}"
+        why = error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return [f"no report.html ({why}); build it later with `eyas report {folder}`"]
     return []

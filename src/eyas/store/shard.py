@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 from eyas.errors import UserError
-from eyas.files import fsync_folder
+from eyas.files import replacing
 
 FORMAT = "eyas-shard-1"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
@@ -77,22 +77,13 @@ def write(path: Path, samples: Sequence[Sample]) -> None:
     header = json.dumps({"__metadata__": metadata, **layout}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % ALIGNMENT)
 
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
-            file.write(_raw(offsets))
-            for name in list(layout)[1:]:
-                for column in columns:
-                    file.write(_raw(column[name]))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+    with replacing(path) as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        file.write(_raw(offsets))
+        for name in list(layout)[1:]:
+            for column in columns:
+                file.write(_raw(column[name]))
 
 
 class Shard:

@@ -17,17 +17,23 @@ def planned(folder: Path, plan: Plan) -> str:
     """What `eyas run` would do with this folder, a line a step."""
     run = RunFolder(folder)
     rows, left, unknown = [], 0.0, False
+    found = {step.name: run.step(step) for step in plan.steps}
+    problems = {name: outputs.verify(there.out) for name, there in found.items() if there.out.exists()}
+    sound = {name for name, problem in problems.items() if problem is None and not found[name].running}
+    needed = plan.needed(sound)
     for step in plan.steps:
-        there = run.step(step)
+        there = found[step.name]
         if there.running:
             what = "runs now"
-        elif there.out.exists() and (problem := outputs.verify(there.out)) is None:
+        elif step.name in sound:
             what = "finished, reused"
+        elif step.name not in needed:
+            what = "not needed: all that reads it is finished"
         else:
             seconds = expected(run.journal, step.name, step.step.work)
             left, unknown = left + (seconds or 0), unknown or seconds is None
-            if there.out.exists():
-                reason = str(problem)
+            if step.name in problems:
+                reason = str(problems[step.name])
             else:
                 reason = "goes on where it stopped" if there.path.exists() else why(step, there.path.parent)
             what = f"would run ({reason})" + (f", about {duration(seconds)}" if seconds is not None else "")
