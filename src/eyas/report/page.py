@@ -12,6 +12,7 @@ from typing import Any
 
 from eyas.files import write_atomic
 from eyas.report.data import Run, Step, curve, mapping, number, read, rows
+from eyas.ui.text import duration
 
 NO_PLOTS = "The plots need matplotlib, which is not installed here: pip install 'eyas[report]' and report again."
 
@@ -128,8 +129,8 @@ def _time_to_verdict(run: Run) -> tuple[str, str, str]:
         return name, "–", "no timeline was written"
     note = "from the first step on"
     if count:
-        note = f"{_duration(reused)} of it by {count} reused step{'' if count == 1 else 's'}"
-    return name, _duration(worked + reused), note
+        note = f"{duration(reused)} of it by {count} reused step{'' if count == 1 else 's'}"
+    return name, duration(worked + reused), note
 
 
 def _positions(run: Run) -> list[dict[str, Any]]:
@@ -224,7 +225,7 @@ def _proofs(run: Run) -> str:
 
 
 def _steps(run: Run) -> str:
-    lines = [(step.name, step.state, _duration(step.seconds), *_work(step), step.digest[:12]) for step in run.steps]
+    lines = [(step.name, step.state, duration(step.seconds), *_work(step), step.digest[:12]) for step in run.steps]
     heads = ("step", "state", "time", "work", "rate", "digest")
     return _section("Steps", _table(heads, lines, numbers=(2, 3, 4)) or _grey("No step has begun."))
 
@@ -319,15 +320,3 @@ def _amount(value: float | None) -> str:
 def _value(value: object) -> str:
     figure = number(value)
     return str("–" if value is None else value) if figure is None else f"{figure:.3g}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
