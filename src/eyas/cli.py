@@ -149,12 +149,85 @@ def replay(
     print(json.dumps(found, indent=1) if as_json else acceptance(found))
 
 
+@app.command()
+def doctor(
+    runfile: RunFile,
+    overrides: Overrides = None,
+    twin_only: Annotated[
+        bool, typer.Option("--twin-only", help="Only the tiny model; the target is not loaded.")
+    ] = False,
+    skip_twin: Annotated[bool, typer.Option("--skip-twin", help="Only the server.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Examine an SGLang server, before that a tiny twin of the target; exit code 1: a check failed."""
+    import json
+
+    from eyas import config
+    from eyas.run.faults import plain_errors
+    from eyas.ui.checks import table
+    from eyas.ui.single import Lines
+
+    loaded = config.load(runfile, overrides)
+    if loaded.engine.kind != "sglang":
+        raise UserError(
+            f"{runfile}: engine.kind is {loaded.engine.kind}; doctor examines SGLang: set engine.kind=sglang"
+        )
+    if twin_only and (skip_twin or not loaded.server.twin):
+        raise UserError("--twin-only leaves nothing to do: the twin is skipped, by --skip-twin or by server.twin")
+    with plain_errors(runfile):
+        found = importlib.import_module("eyas.engines.sglang.doctor").examine(
+            loaded, Lines(), prove=not skip_twin, serve=not twin_only
+        )
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
+    raise typer.Exit(1 if any(check["passed"] is False for check in found["checks"]) else 0)
+
+
+@app.command()
+def init(
+    launch: Annotated[Path, typer.Option(metavar="LAUNCH.SH", help="A script that starts SGLang.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(metavar="RUN.YAML", help="Default: print it.", show_default=False)] = None,
+) -> None:
+    """Make a run file from the script that starts your server."""
+    import os
+
+    from eyas.files import plain_os_errors
+
+    text = importlib.import_module("eyas.engines.sglang.launchscript").convert(launch, os.environ)
+    if out is None:
+        print(text, end="")
+        return
+    with plain_os_errors(out):
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise UserError(f"{out} is there already: choose another name or delete it") from None
+        except FileNotFoundError:
+            raise UserError(f"{out.parent}: no such folder") from None
+    print(out)
+
+
+@app.command()
+def plugin(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.", show_default=False)],
+    layers: Annotated[str, typer.Option(metavar="default|A,B,C", help="As capture.layers.")] = "default",
+    convention: Annotated[str, typer.Option(help="As capture.convention.")] = "hidden_states",
+    captures: Annotated[
+        Path | None, typer.Option(metavar="ROOT", help="Where states go; default: DIR/captures.", show_default=False)
+    ] = None,
+) -> None:
+    """Put the capture plugin into a folder, for a server that you start yourself."""
+    print(importlib.import_module("eyas.engines.sglang.install").install(folder, layers, convention, captures))
+
+
 def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Plan]":
     from eyas import config
     from eyas.plan import digests, graph
 
     loaded = config.load(runfile, overrides)
-    return loaded, digests.make(graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed)
+    return loaded, digests.make(
+        graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed, graph.build_services(loaded)
+    )
 
 
 def _folder(run: Path) -> Path:

@@ -79,10 +79,58 @@ class Target(Section):
 class Engine(Section):
     """How the target is run."""
 
-    kind: Literal["transformers"] = "transformers"
+    kind: Literal["transformers", "sglang"] = "transformers"
+    """transformers: in this process. sglang: by a server, see `server`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of all that runs in-process: training and replay too."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; default: all that this process may use."""
+
+
+Flag = bool | int | float | str | list[int | float | str]
+
+
+class Server(Section):
+    """The SGLang server, for engine.kind sglang: one that eyas launches, or existing ones by `url`."""
+
+    url: str | list[str] | None = None
+    """Existing servers. Each was started with the plugin (`eyas plugin` says how)."""
+    captures: list[FileOrName] | FileOrName | None = None
+    """Capture root of each existing server, as given to `eyas plugin`; for a launched one: where to make the root."""
+    python: FileOrName = "python3"
+    """The interpreter that has SGLang."""
+    args: dict[str, Flag | None] = {}
+    """Flags of sglang.launch_server without the dashes (`mem-fraction-static: 0.9`); true: the flag alone."""
+    env: dict[str, str] = {}
+    """Environment of the server, added to this process's."""
+    tp: int = Field(default=1, ge=1)
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Default: a free one."""
+    patience: float = Field(default=900.0, gt=0)
+    """Seconds without anything new in the log after which a start is given up."""
+    concurrency: int = Field(default=64, ge=1)
+    """Most requests under way at once, to each server."""
+    staging_mib: int = Field(default=1024, ge=16)
+    """Pinned memory in the server for states on their way to a file."""
+    trust_remote_code: bool = False
+    """Let the server run code that comes with the model."""
+    twin: bool = True
+    """Prove capture and draft serving on a tiny model of the target's class before the target is loaded."""
+
+    @field_validator("args")
+    @classmethod
+    def _own_flags(cls, value: dict[str, Flag | None]) -> dict[str, Flag | None]:
+        own = {"model-path": "target.model", "model": "target.model", "tp": "server.tp", "tp-size": "server.tp",
+               "tensor-parallel-size": "server.tp", "port": "server.port", "dtype": "target.dtype",
+               "trust-remote-code": "server.trust_remote_code"}  # fmt: skip
+        for name in value:
+            if name.startswith("-") or "_" in name:
+                raise ValueError(f"{name}: write flags without leading dashes and with dashes inside")
+            if name in own:
+                raise ValueError(f"{name} has a field of its own, {own[name]}")
+            if name.startswith("speculative-"):
+                raise ValueError(f"{name}: the target is served without a draft; eyas adds it where it is wanted")
+        return value
 
 
 class Prompts(Section):
@@ -109,8 +157,9 @@ class Answers(Section):
 class Capture(Section):
     """Which hidden states are taken, how they are stored and how they are proven."""
 
-    convention: Literal["hidden_states", "layer_output"] = "hidden_states"
-    """What explicit ids mean: positions in the list of all hidden states (0: the embedding), or layers from 0."""
+    convention: Literal["hidden_states", "layer_output", "sglang"] = "hidden_states"
+    """What explicit ids mean: positions in the list of all hidden states (0: the embedding); layers from 0, whose
+    output is taken; or what a (patched) SGLang prints as its `layers_to_capture`, before which it takes the state."""
     layers: Literal["default"] | list[int] = "default"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the training features; held-out ones keep the target's. auto: the target's."""
@@ -118,6 +167,8 @@ class Capture(Section):
     """Share of the samples that are captured again, alone, and compared."""
     max_quarantined: float = Field(default=0.01, ge=0, lt=1)
     """Above this share of failed samples the run stops."""
+    witness: bool = False
+    """Compare with the server's own log-probabilities too, for the samples that are captured again (SGLang)."""
 
     @field_validator("layers")
     @classmethod
@@ -196,6 +247,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
     target: Target
     engine: Engine = Engine()
+    server: Server = Server()
     prompts: Prompts = Prompts()
     answers: Answers = Answers()
     capture: Capture = Capture()

@@ -8,7 +8,7 @@ import torch
 
 from eyas.draft import checkpoint
 from eyas.draft.config import DraftConfig, rope_parameters
-from eyas.draft.export import check_equal, custom_layers
+from eyas.draft.export import check_equal, layer_ids
 from eyas.errors import UserError
 from test_chain import make_draft
 from test_inprocess import load
@@ -83,11 +83,11 @@ def test_config_speaks_both_spellings(target):
     assert "eagle_aux_hidden_state_layer_ids" not in config["eagle_config"]
     again = DraftConfig.from_hf(config)
     assert again == DraftConfig.from_target(target.info.config, 50)
-    assert custom_layers(config["eagle_config"], (3, 5, 6))["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
-        2,
-        4,
-        5,
-    ]
+    assert layer_ids(config["eagle_config"], (2, 4, 5), "LlamaForCausalLM", 8) == {}
+    for architecture, nested in (("LlamaForCausalLM", [2, 4, 5]), ("DeepseekV3ForCausalLM", [3, 5, 6])):
+        said = layer_ids(config["eagle_config"], (3, 5, 6), architecture, 8)
+        assert said["eagle_aux_hidden_state_layer_ids"] == [3, 5, 6]
+        assert said["eagle_config"] == config["eagle_config"] | {"eagle_aux_hidden_state_layer_ids": nested}
 
 
 @pytest.mark.parametrize(

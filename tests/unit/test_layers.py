@@ -1,4 +1,4 @@
-"""Layer ids: the two conventions, and what is refused."""
+"""Layer ids: the three conventions, and what is refused."""
 
 from typing import Any
 
@@ -15,8 +15,9 @@ def test_the_recipes_table() -> None:
     assert resolve("default", "hidden_states", 61) == (2, 30, 58)
     assert resolve([1, 29, 57], "layer_output", 61) == (2, 30, 58)
     assert resolve([2, 30, 58], "hidden_states", 61) == (2, 30, 58)
-    # what 'layers [3, 31, 59]' in a patched SGLang means
-    assert resolve([2, 30, 58], "layer_output", 61) == (3, 31, 59)
+    # what 'layers [3, 31, 59]' in a patched SGLang means, which was given 2, 30, 58: other tensors
+    assert resolve([3, 31, 59], "sglang", 61) == resolve([2, 30, 58], "layer_output", 61) == (3, 31, 59)
+    assert resolve([2, 30, 58], "sglang", 61) == resolve("default", "sglang", 61) == (2, 30, 58)
 
 
 @given(st.integers(7, 200))
@@ -45,6 +46,7 @@ def test_small_targets_with_named_layers() -> None:
         ([-1, 30, 58], "hidden_states", "-1 is negative"),
         ([-1, 30, 58], "layer_output", "-1 is negative"),
         ([2, 30, 61], "hidden_states", "61 is the last state.*largest id for 61 layers is 60"),
+        ([3, 31, 61], "sglang", "61 is the last state.*largest id for 61 layers is 60"),
         ([2, 30, 60], "layer_output", "60 is the last state.*largest id for 61 layers is 59"),
         ([2, 30, 62], "hidden_states", "62 does not exist"),
         ([2, 30, 61], "layer_output", "61 does not exist"),
@@ -60,7 +62,7 @@ def test_refused(layers: list[int], convention: Any, message: str) -> None:
 
 @given(
     st.lists(st.integers(-3, 15), min_size=2, max_size=4),
-    st.sampled_from(["hidden_states", "layer_output"]),
+    st.sampled_from(["hidden_states", "layer_output", "sglang"]),
     st.integers(1, 14),
 )
 def test_what_is_accepted_exists(layers: list[int], convention: Any, n: int) -> None:

@@ -5,6 +5,7 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,6 +20,24 @@ from eyas.plan.graph import Step
 ALL = ("target", "prompts", "answers", "capture", "vocabulary", "train", "export", "replay", "decode", "verdict")
 
 
+SERVED = (
+    "target",
+    "twin",
+    "prompts",
+    "doctor",
+    "answers",
+    "capture",
+    "baseline",
+    "vocabulary",
+    "train",
+    "export",
+    "replay",
+    "decode",
+    "verdict",
+)
+SGLANG = {"engine": {"kind": "sglang"}}
+
+
 def load(**sections: Any) -> config.RunConfig:
     return config.parse({"name": "demo", "target": {"model": "m"}, **sections}, "test")
 
@@ -28,21 +47,61 @@ def _one_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "digest", lambda entry: "code")
 
 
-def changed(**sections: Any) -> list[str]:
+def plan(loaded: config.RunConfig) -> digests.Plan:
+    services = graph.build_services(loaded)
+    return digests.make(graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed, services)
+
+
+def changed(base: Any = MappingProxyType({}), **sections: Any) -> list[str]:
     """The steps whose digest differs from that of the plain run file."""
-    before, after = (
-        digests.make(graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed)
-        for loaded in (load(), load(**sections))
-    )
+    before, after = (plan(loaded) for loaded in (load(**base), load(**{**base, **sections})))
     return [new.name for old, new in zip(before.steps, after.steps, strict=True) if old.digest != new.digest]
 
 
 def test_the_graph_is_the_table_of_the_seams() -> None:
     text = (Path(__file__).parents[2] / "docs" / "seams.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| `(eyas\.[\w.]+:\w+)` \| ?([\w, ]*?) ?\|", text, re.MULTILINE)
-    table = [(name, entry, tuple(n for n in needs.replace(" ", "").split(",") if n)) for name, entry, needs in rows]
-    assert [(step.name, step.entry, step.needs) for step in graph.build(load())] == table
-    assert tuple(name for name, _, _ in table) == ALL
+    demo, _, served = text.partition("## The steps of an SGLang run")
+    for part, loaded, names in ((demo, load(), ALL), (served, load(**SGLANG), SERVED)):
+        rows = re.findall(r"^\| (\w+) \| `(eyas\.[\w.]+:\w+)` \| ?([\w, ]*?) ?\|", part, re.MULTILINE)
+        table = [(name, entry, tuple(n for n in needs.replace(" ", "").split(",") if n)) for name, entry, needs in rows]
+        services = [(step.name, step.entry, step.needs) for step in graph.build_services(loaded)]
+        steps = {step.name: (step.name, step.entry, step.needs) for step in graph.build(loaded)}
+        assert tuple(steps) == names
+        told = [row[0] for row in table]
+        assert table == [*services, *(steps[name] for name in names if name in told)]
+        others = {step.name: (step.name, step.entry, step.needs) for step in graph.build(load())}
+        assert all(others[name] == steps[name] for name in names if name not in told)
+
+
+def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() -> None:
+    made = plan(load(**SGLANG))
+    leases = {planned.name: planned.step.leases for planned in made.steps if planned.step.leases}
+    assert leases == {
+        "doctor": ("server",),
+        "answers": ("server",),
+        "capture": ("server",),
+        "baseline": ("server",),
+        "decode": ("drafted",),
+    }
+    assert made.service("server").step.needs == ("target", "twin")
+    assert "export" in made.service("drafted").step.needs
+    existing = plan(load(engine={"kind": "sglang"}, server={"url": "http://h:1", "captures": "/c"}))
+    assert "twin" not in [planned.name for planned in existing.steps]
+    assert existing.service("server").step.needs == ("target",)
+    assert plan(load()).services == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"server": {"port": 31000, "patience": 60.0, "concurrency": 8}}, []),
+        ({"server": {"tp": 2}}, [name for name in SERVED if name not in ("target", "prompts")]),
+        ({"decode": {"timing_prompts": 2}}, ["baseline", "replay", "decode", "verdict"]),
+        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "verdict"]),
+    ],
+)
+def test_an_edit_of_a_served_run_changes_only_what_follows(sections: dict[str, Any], expected: list[str]) -> None:
+    assert changed(SGLANG, **sections) == expected
 
 
 @pytest.mark.parametrize(

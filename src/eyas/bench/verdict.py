@@ -186,7 +186,14 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
     reasons = []
     prompts = _plural(_count(decode, "prompts"), "held-out prompt")
     if lossless:
-        reasons.append(f"Decoding with the draft is lossless: on {prompts} every answer equals the target's own.")
+        ties = _count(decode, "near_ties")
+        but = (
+            f", save {_plural(ties, 'answer')} that took the other side of a tie between two tokens, as "
+            f"{decode.get('dtype')} does"
+            if ties
+            else ""
+        )
+        reasons.append(f"Decoding with the draft is lossless: on {prompts} every answer equals the target's own{but}.")
     length = _accept_length(decode)
     if length is not None:
         reasons.append(
@@ -215,8 +222,9 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
             f"alone they reach {_say(length)}."
         )
     timed = _count(decode, "timed_tokens")
+    engine = f"on {decode['engine']}" if isinstance(decode.get("engine"), str) else "in-process"
     reasons.append(
-        "The speed-up was measured in-process, one request at a time"
+        f"The speed-up was measured {engine}, one request at a time"
         f"{f', on answers of up to {timed} tokens' if timed else ''}. It says nothing about another engine, about "
         "batches or about other hardware: measure there before you deploy."
     )

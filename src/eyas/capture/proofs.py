@@ -6,6 +6,7 @@ what is trained on those looks healthy [sglang 8066, 4997, 32089, vLLM-Hook 22].
 """
 
 import statistics
+import threading
 from bisect import insort
 from collections.abc import Sequence
 from typing import Any
@@ -89,6 +90,18 @@ def constant(sample: Sample) -> str | None:
     return None
 
 
+def row_norms(sample: Sample) -> torch.Tensor:
+    """Norm of every row of every layer, float32 [4, t], in one pass over the states: what most proofs need to see."""
+    return torch.stack([states.float().norm(dim=-1) for states in _layers(sample)])
+
+
+def _striking(sample: Sample, norms: torch.Tensor) -> bool:
+    """Whether `finite` and `constant` have to look at the numbers themselves; where norms are ordinary, both pass."""
+    if not bool((norms.isfinite() & (norms > 0)).all()):
+        return True
+    return bool(((norms - norms[:, :1]).abs() <= 1e-4 * norms[:, :1]).all(-1).any())
+
+
 class Norms:
     """Row norms keep to the range that earlier samples showed: layer by layer, the sample's median is within a factor
     of 8 of the running median over samples. Medians, because the first token's norm is often huge (attention sink).
@@ -97,11 +110,14 @@ class Norms:
     def __init__(self) -> None:
         self._seen: list[list[float]] = [[] for _ in LAYERS]
 
-    def check(self, sample: Sample) -> tuple[str | None, float | None]:
-        """(reason, the largest factor); both None for the first samples, which only set the range."""
+    def check(self, sample: Sample, norms: torch.Tensor | None = None) -> tuple[str | None, float | None]:
+        """(reason, the largest factor); both None for the first samples, which only set the range.
+
+        `norms`: what `row_norms` gives, where it is known.
+        """
         reason, worst = None, None
-        for name, states, seen in zip(LAYERS, _layers(sample), self._seen, strict=True):
-            norm = float(states.float().norm(dim=-1).median())
+        medians = (row_norms(sample) if norms is None else norms).median(-1).values.tolist()
+        for name, norm, seen in zip(LAYERS, medians, self._seen, strict=True):
             if len(seen) >= NORM_SAMPLES:
                 usual = statistics.median(seen)
                 factor = max(norm / usual, usual / norm)
@@ -114,8 +130,10 @@ class Norms:
 
 
 def judged(sample: Sample) -> torch.Tensor:
-    """The positions, int64 [n], at which `greedy` compares: evenly spread where an answer goes on."""
-    return _spread((sample.answer[1:] & (sample.argmax[:-1] >= 0)).nonzero().flatten())
+    """The positions, int64 [n], at which `greedy` compares: evenly spread where an answer goes on, and at its end."""
+    wanted = sample.argmax >= 0
+    wanted[:-1] &= sample.answer[1:]
+    return _spread(wanted.nonzero().flatten())
 
 
 def best(last: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -124,20 +142,27 @@ def best(last: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     return found.to(last.device)
 
 
-def greedy(sample: Sample, head: torch.Tensor, known: torch.Tensor | None = None) -> tuple[str | None, float]:
+def greedy(
+    sample: Sample, head: torch.Tensor, known: torch.Tensor | None = None, *, decoded: bool = False
+) -> tuple[str | None, float]:
     """The last state is the one that the greedy choice came from: `argmax(head @ last)` at evenly spread positions.
 
     `head` [V, H], without a bias; scaling and soft-cap do not move an argmax. A last state from before the final norm,
     of another layer or of another request does not pass. Returns (reason, largest gap in tolerances): see `_gaps`; the
     resolution is that of the coarser dtype of states and head. A choice that training needs may not be unknown (-1).
     `known`: what `best` gives at the `judged` positions, where it was computed for many samples at once.
+    `decoded`: the choices are the answer itself, which was decoded in another pass than the states come from; they may
+    differ by the tolerance of a second capture, save for the last one, which came with the states.
     """
-    choice = sample.argmax[:-1]
-    unknown = (sample.answer[:-1] & sample.answer[1:] & (choice < 0)).nonzero().flatten()
+    choice = sample.argmax
+    unknown = (sample.answer[:-1] & sample.answer[1:] & (choice[:-1] < 0)).nonzero().flatten()
     if len(unknown):
         return f"the greedy choice at position {int(unknown[0])} is not known", 0.0
     positions = judged(sample)
-    gaps = _gaps(sample.last[positions], choice[positions], head, _resolution(sample, head), known)
+    noise = torch.full((len(positions),), _resolution(sample, head))
+    if decoded:
+        noise[positions < len(choice) - 1] = RECAPTURE_TOLERANCE[_coarser(sample.last.dtype, head.dtype)]
+    gaps = _gaps(sample.last[positions], choice[positions], head, noise, known)
     return _judge(positions, choice, gaps, "the head does not give the greedy choice")
 
 
@@ -149,9 +174,18 @@ def follows(sample: Sample, head: torch.Tensor) -> tuple[str | None, float]:
     """
     choice, following = sample.argmax[:-1], sample.ids[1:]
     positions = _spread((sample.answer[1:] & (choice >= 0) & (choice != following)).nonzero().flatten())
-    noise = RECAPTURE_TOLERANCE[_coarser(sample.last.dtype, head.dtype)]
+    noise = torch.full((len(positions),), RECAPTURE_TOLERANCE[_coarser(sample.last.dtype, head.dtype)])
     gaps = _gaps(sample.last[positions], following[positions], head, noise)
     return _judge(positions, following, gaps, "the answer does not go on with the greedy choice")
+
+
+def tied(last: torch.Tensor, claimed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """Whether tokens `claimed` [n] are as good a choice after states `last` [n, H] as the best: bool [n].
+
+    "As good" is a gap between the logits that a second capture of the same ids may show.
+    """
+    noise = torch.full((len(last),), RECAPTURE_TOLERANCE[_coarser(last.dtype, head.dtype)])
+    return _gaps(last, claimed, head, noise) <= 1.0
 
 
 def recaptured(sample: Sample, other: Sample) -> tuple[str | None, float]:
@@ -180,17 +214,18 @@ def recaptured(sample: Sample, other: Sample) -> tuple[str | None, float]:
 
 
 class Proofs:
-    """All proofs, with counts.
+    """All proofs, with counts. Threads may share one.
 
-    `head` [V, H]: the target's lm_head. `greedy_answers`: the answers are the target's own greedy ones.
+    `head` [V, H]: the target's lm_head. `greedy_answers`: the answers are the target's own greedy ones. `decoded`: the
+    choices are the answers themselves, see `greedy`; then there is nothing that could follow from them.
     """
 
-    def __init__(self, head: torch.Tensor, greedy_answers: bool = True) -> None:
-        self._head = head.detach()
+    def __init__(self, head: torch.Tensor, greedy_answers: bool = True, decoded: bool = False) -> None:
+        self._head, self._decoded, self._lock = head.detach(), decoded, threading.Lock()
         self._norms = Norms()
         self._known: dict[str, torch.Tensor] = {}
         names = ["rows", "ids", "supervised", "finite", "constant", "norms", "greedy"]
-        names += ["follows"] * greedy_answers + ["recaptured"]
+        names += ["follows"] * (greedy_answers and not decoded) + ["recaptured"]
         self._counts: dict[str, dict[str, Any]] = {name: {"checked": 0, "failed": 0, "worst": None} for name in names}
 
     def look_ahead(self, samples: Sequence[Sample]) -> None:
@@ -200,19 +235,23 @@ class Proofs:
         if whole:
             found = best(torch.cat([s.last[p] for s, p in zip(whole, positions, strict=True)]), self._head)
             parts = found.split([len(p) for p in positions])
-            self._known = {sample.key: part for sample, part in zip(whole, parts, strict=True)}
+            self._known |= {sample.key: part for sample, part in zip(whole, parts, strict=True)}
 
     def check(self, sample: Sample) -> str | None:
         """Why the sample is refused, the first proof that failed named first; None: it passed them all."""
         vocab, hidden = self._head.shape
+        known = self._known.pop(sample.key, None)
+        if reason := self._count("rows", rows(sample, hidden)):
+            return reason
+        norms = row_norms(sample)
+        striking = _striking(sample, norms)
         return (
-            self._count("rows", rows(sample, hidden))
-            or self._count("ids", ids(sample, vocab))
+            self._count("ids", ids(sample, vocab))
             or self._count("supervised", supervised(sample))
-            or self._count("finite", finite(sample))
-            or self._count("constant", constant(sample))
-            or self._count("norms", *self._norms.check(sample))
-            or self._count("greedy", *greedy(sample, self._head, self._known.get(sample.key)))
+            or self._count("finite", finite(sample) if striking else None)
+            or self._count("constant", constant(sample) if striking else None)
+            or self._count_norms(sample, norms)
+            or self._count("greedy", *greedy(sample, self._head, known, decoded=self._decoded))
             or ("follows" in self._counts and self._count("follows", *follows(sample, self._head)))
             or None
         )
@@ -227,13 +266,29 @@ class Proofs:
         """
         return {name: dict(count) for name, count in self._counts.items()}
 
+    def add(self, counts: dict[str, dict[str, Any]]) -> None:
+        """Add what an earlier attempt counted."""
+        with self._lock:
+            for name in self._counts.keys() & counts.keys():
+                add_counts(self._counts[name], counts[name])
+
+    def _count_norms(self, sample: Sample, norms: torch.Tensor) -> str | None:
+        with self._lock:
+            reason, worst = self._norms.check(sample, norms)
+        return self._count("norms", reason, worst)
+
     def _count(self, name: str, reason: str | None, value: float | None = None) -> str | None:
-        count = self._counts[name]
-        count["checked"] += 1
-        count["failed"] += reason is not None
-        if value is not None:
-            count["worst"] = max(count["worst"] or 0.0, value)
+        with self._lock:
+            add_counts(self._counts[name], {"checked": 1, "failed": int(reason is not None), "worst": value})
         return None if reason is None else f"{name}: {reason}"
+
+
+def add_counts(total: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add counts of a proof, such as another split's, to `total`."""
+    total["checked"] += more["checked"]
+    total["failed"] += more["failed"]
+    if more["worst"] is not None:
+        total["worst"] = max(total["worst"] or 0.0, more["worst"])
 
 
 def require_share(failed: Sequence[Quarantined], total: int, limit: float) -> None:
@@ -270,18 +325,22 @@ def _resolution(sample: Sample, head: torch.Tensor) -> float:
 
 
 def _gaps(
-    last: torch.Tensor, claimed: torch.Tensor, head: torch.Tensor, noise: float, known: torch.Tensor | None = None
+    last: torch.Tensor,
+    claimed: torch.Tensor,
+    head: torch.Tensor,
+    noise: torch.Tensor,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How far the logit of `claimed` [n] lies below the best at states `last` [n, H], in tolerances (above 1: no tie).
 
     The head stays where it is; the few states go there.
-    A relative error `noise` of a state's numbers moves a logit w.h by about noise * norm(w * h), elementwise product;
-    the logit itself is rounded to eps * abs(w.h). The tolerance is twice the sum of both, for both tokens.
+    A relative error `noise` [n] of a state's numbers moves a logit w.h by about noise * norm(w * h), elementwise
+    product; the logit itself is rounded to eps * abs(w.h). The tolerance is twice the sum of both, for both tokens.
     """
     if not len(last):
         return torch.zeros(0)
     top_ids = (best(last, head) if known is None else known).to(head.device)
-    last, claimed = last.to(head.device), claimed.to(head.device)
+    last, claimed, noise = last.to(head.device), claimed.to(head.device), noise.to(head.device)
     state = last.float()
     top, low = state * head[top_ids].float(), state * head[claimed].float()
     eps = torch.finfo(_coarser(last.dtype, head.dtype)).eps

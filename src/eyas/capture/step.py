@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from eyas.capture import keep
 from eyas.capture.contract import FORMAT, Contract
 from eyas.capture.proofs import Proofs, require_share
 from eyas.config import Capture
@@ -19,9 +20,8 @@ from eyas.engines.inprocess.target import InProcessTarget
 from eyas.errors import UserError
 from eyas.progress import Progress
 from eyas.spec import StepSpec
-from eyas.store import store
 from eyas.store.manifest import Quarantined
-from eyas.store.shard import Sample, Shard, write
+from eyas.store.shard import Sample, Shard
 
 AHEAD = 32
 """Samples whose head products are computed together."""
@@ -33,7 +33,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     progress.milestone("loading the target")
     targets = Targets(spec)
     batches = spec.inputs["answers"] / "batches"
-    result: dict[str, Any] = {"samples": 0, "tokens": 0, "supervised": 0, "bytes": 0, "quarantined": 0, "proofs": {}}
+    result = keep.nothing()
     shards = {split: [Shard(path) for path in sorted(batches.glob(f"{split}-*.safetensors"))] for split in SPLITS}
     progress.total(sum(len(s) for split in SPLITS for s in shards[split]), "samples")
     for split in SPLITS:
@@ -46,16 +46,9 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
             raise UserError(
                 f"capture: no {split} sample is left; every answer was empty: are the prompts ones it answers?"
             )
-        kept = without(shards[split], {q.key for q in quarantined}, out / f"mended-{split}")
-        store.create(out / split, contract(targets, split, kept[0]), [s.path for s in kept], quarantined)
-        made = store.FeatureStore.open(out / split)
-        result["samples"] += len(made)
-        result["tokens"] += made.tokens
-        result["supervised"] += made.supervised
-        result["bytes"] += sum(s.bytes for s in kept)
-        result["quarantined"] += len(quarantined)
-        for name, count in proofs.counts().items():
-            add_counts(result["proofs"].setdefault(name, {"checked": 0, "failed": 0, "worst": None}), count)
+        kept = keep.without(shards[split], {q.key for q in quarantined}, out / f"mended-{split}")
+        keep.add_store(result, out / split, contract(targets, split, kept[0]), kept, quarantined)
+        keep.add_proofs(result, proofs)
     return result
 
 
@@ -88,21 +81,6 @@ def capture_alone(target: InProcessTarget, sample: Sample) -> Sample:
     return Sample(sample.key, sample.ids, sample.answer, out.aux[0].cpu(), out.last[0].cpu(), sample.argmax)
 
 
-def without(shards: list[Shard], keys: set[str], folder: Path) -> list[Shard]:
-    """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out."""
-    kept = []
-    for part in shards:
-        samples = [i for i, key in enumerate(part.keys) if key not in keys]
-        if len(samples) == len(part):
-            kept.append(part)
-        elif samples:
-            folder.mkdir(exist_ok=True)
-            path = folder / part.path.name
-            write(path, [part.sample(i) for i in samples])
-            kept.append(Shard(path))
-    return kept
-
-
 def contract(targets: Targets, split: str, shard: Shard) -> Contract:
     """What the states of a split are."""
     info = targets.info
@@ -120,11 +98,3 @@ def contract(targets: Targets, split: str, shard: Shard) -> Contract:
         engine_version=transformers.__version__,
         flags={"computed_in": str(targets.dtype(split)).removeprefix("torch."), "torch": torch.__version__},
     )
-
-
-def add_counts(total: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add one split's counts of a proof to another's."""
-    total["checked"] += more["checked"]
-    total["failed"] += more["failed"]
-    if more["worst"] is not None:
-        total["worst"] = max(total["worst"] or 0.0, more["worst"])

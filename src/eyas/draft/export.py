@@ -13,7 +13,7 @@ from eyas.draft import checkpoint
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
 from eyas.engines import weights
-from eyas.engines.layers import default_layers
+from eyas.engines.sglang.layers import to_eagle_config
 from eyas.errors import UserError
 from eyas.files import write_atomic
 from eyas.progress import Progress
@@ -33,8 +33,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "eyas": {"contract": contract.to_dict(), "heldout": heldout(spec)},
         "eos_token_id": list(info.eos_token_ids),
     }
-    if contract.layers != default_layers(info.num_layers):
-        extra |= custom_layers(trained.config.to_hf(str(dtype))["eagle_config"], contract.layers)
+    eagle = trained.config.to_hf(str(dtype))["eagle_config"]
+    extra |= layer_ids(eagle, contract.layers, info.architecture, info.num_layers)
     progress.milestone("writing and checking")
     checkpoint.save(out, trained, dtype, extra)
     again = checkpoint.load(out, embedding, torch.float32)
@@ -60,15 +60,20 @@ def heldout(spec: StepSpec) -> dict[str, Any]:
     }
 
 
-def custom_layers(eagle_config: dict[str, Any], layers: tuple[int, int, int]) -> dict[str, Any]:
-    """Both spellings of layers that are not the default: vLLM's hidden_states positions, SGLang's layer outputs.
+def layer_ids(
+    eagle_config: dict[str, Any], layers: tuple[int, int, int], architecture: str, num_layers: int
+) -> dict[str, Any]:
+    """Both spellings of the hidden_states indices `layers`: vLLM's at the top level, SGLang's in eagle_config.
 
-    SGLang adds 1 to the ids of Llama- and Qwen-type targets; the default layers are left out, since every engine reads
-    that absence alike.
+    Nothing where they are the default, since every engine reads that absence alike. Raises UserError for layers that
+    SGLang cannot be told to take.
     """
+    ids = to_eagle_config(layers, architecture, num_layers)
+    if ids is None:
+        return {}
     return {
         "eagle_aux_hidden_state_layer_ids": list(layers),
-        "eagle_config": eagle_config | {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]},
+        "eagle_config": eagle_config | {"eagle_aux_hidden_state_layer_ids": ids},
     }
 
 

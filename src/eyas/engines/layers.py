@@ -1,4 +1,4 @@
-"""Layer ids: two conventions are in use, and the same numbers under the other one are other tensors.
+"""Layer ids: three conventions are in use, and the same numbers under another one may be other tensors.
 
 For a target of n layers (61 in the last column):
 
@@ -6,6 +6,10 @@ For a target of n layers (61 in the last column):
 |---|---|---|---|
 | `layer_output` | the layer whose *output* is taken (0: the first) | 1, n//2-1, n-4 | 1, 29, 57 |
 | `hidden_states` | layer whose *input* is taken = place among all hidden states | 2, n//2, n-3 | 2, 30, 58 |
+| `sglang` | `layers_to_capture` of a running SGLang, after it added 1 to given layer outputs | the same | 2, 30, 58 |
+
+So a patched SGLang that was given 2, 30, 58 and prints 3, 31, 59 takes hidden_states 3, 31, 59, not the default. What
+an unpatched one has to be told is another matter, see `engines/sglang/layers.py`.
 
 The first of all hidden states, number 0, is the embedding. Everything inside eyas is a hidden_states index; whatever a
 user or an engine says is converted here, at the door. One layer off trains well and is rejected when served. What is
@@ -17,7 +21,7 @@ from typing import Literal
 
 from eyas.errors import UserError
 
-Convention = Literal["hidden_states", "layer_output"]
+Convention = Literal["hidden_states", "layer_output", "sglang"]
 
 
 def default_layers(n: int) -> tuple[int, int, int]:

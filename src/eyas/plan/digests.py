@@ -12,7 +12,7 @@ from typing import Any
 
 from eyas.digests import digest_json
 from eyas.plan import code
-from eyas.plan.graph import Step, in_order
+from eyas.plan.graph import INCIDENTAL, Step, in_order
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, servic
             "step": step.name,
             "entry": step.entry,
             "code": code_digest,
-            "config": config,
+            "config": {name: _counted(name, section) for name, section in config.items()},
             "seed": seed,
             "outside": dict(step.outside),
             "inputs": inputs,
@@ -95,3 +95,9 @@ def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, servic
                 served[name] = planned(by_name[name])
         made[step.name] = planned(step)
     return Plan(seed, tuple(made.values()), tuple(served.values()))
+
+
+def _counted(name: str, section: Any) -> Any:
+    """A section less the fields that change no output."""
+    left_out = INCIDENTAL.get(name)
+    return section if left_out is None else {key: value for key, value in section.items() if key not in left_out}

@@ -3,13 +3,16 @@
 The names, entries and needs are the table of docs/seams.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.config import RunConfig
 from eyas.digests import digest_file, digest_sampled
 from eyas.errors import UserError
 
+SERVICE = "eyas.engines.sglang.service:"
+INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"})}
+"""Fields that change how a step comes to its output, not the output: editing them runs nothing again."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -37,6 +40,91 @@ class Step:
 
 def build(config: RunConfig) -> tuple[Step, ...]:
     """The steps of a run file. Raises UserError: a file that it names is missing."""
+    return _served(config) if config.engine.kind == "sglang" else _in_process(config)
+
+
+def build_services(config: RunConfig) -> tuple[Step, ...]:
+    """The services that the steps of a run file lease."""
+    if config.engine.kind != "sglang":
+        return ()
+    sections = ("target", "engine", "server", "capture")
+    return (
+        # Needs the twin, so that a large target is loaded only once a tiny one has passed.
+        Step("server", SERVICE + "serve", needs=("target", *_twin(config)), sections=sections),
+        Step("drafted", SERVICE + "serve_drafted", needs=("target", "export"), sections=(*sections, "decode")),
+    )
+
+
+def _twin(config: RunConfig) -> tuple[str, ...]:
+    """The twin step, where there is one: an existing server is taken as it is."""
+    return ("twin",) if config.server.twin and config.server.url is None else ()
+
+
+def _served(config: RunConfig) -> tuple[Step, ...]:
+    """The steps of a run whose target is served by SGLang; those after the capture are the in-process ones."""
+    cpu, lease = ("cpu",), ("server",)
+    steps = {step.name: step for step in _in_process(config)}
+    twin = tuple(
+        Step(
+            name,
+            "eyas.engines.sglang.twin:run",
+            needs=("target",),
+            sections=("target", "engine", "server", "capture"),
+            resources=cpu,
+        )
+        for name in _twin(config)
+    )
+    answers, capture, decode = steps["answers"], steps["capture"], steps["decode"]
+    return (
+        steps["target"],
+        *twin,
+        steps["prompts"],
+        Step(
+            "doctor",
+            "eyas.engines.sglang.doctor:run",
+            needs=("target", *_twin(config)),
+            sections=("target", "engine", "server", "capture"),
+            resources=cpu,
+            leases=lease,
+        ),
+        replace(
+            answers,
+            entry="eyas.engines.sglang.answers:run",
+            needs=(*answers.needs, "doctor"),
+            sections=("target", "server", "answers"),
+            leases=lease,
+        ),
+        replace(
+            capture,
+            entry="eyas.capture.served:run",
+            sections=("target", "engine", "server", "capture"),
+            leases=lease,
+        ),
+        Step(
+            "baseline",
+            "eyas.bench.baseline:run",
+            needs=("target", "capture"),
+            sections=("server", "answers", "decode"),
+            resources=cpu,
+            leases=lease,
+        ),
+        steps["vocabulary"],
+        steps["train"],
+        steps["export"],
+        steps["replay"],
+        replace(
+            decode,
+            entry="eyas.bench.served:run",
+            needs=(*decode.needs, "baseline"),
+            sections=(*decode.sections, "server"),
+            leases=("drafted",),
+        ),
+        steps["verdict"],
+    )
+
+
+def _in_process(config: RunConfig) -> tuple[Step, ...]:
+    """The steps of a run whose target runs in the steps' own processes."""
     cpu = ("cpu",)
     train, heldout = config.prompts.train_limit, config.prompts.heldout_limit
     rows = float(train + heldout) if train and heldout else None

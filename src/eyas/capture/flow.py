@@ -1,0 +1,306 @@
+"""From replies to shards: captures are proven on threads while the server computes the next ones."""
+
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+
+from eyas.capture.proofs import Proofs, require_share
+from eyas.engines.device import usable_cores
+from eyas.engines.sglang import capturefile, client
+from eyas.engines.sglang.client import Lost, Reply, Request, ServerDied
+from eyas.engines.sglang.info import ServerInfo
+from eyas.engines.sglang.plugin.protocol import Wanted
+from eyas.engines.sglang.server import Endpoint
+from eyas.engines.target import TargetInfo
+from eyas.errors import UserError
+from eyas.files import read_json, write_json
+from eyas.progress import Progress
+from eyas.store import shard
+from eyas.store.manifest import Quarantined
+from eyas.store.shard import Sample, Shard
+
+SHARD_BYTES, SHARD_SAMPLES = 256 << 20, 512
+GROUP, GROUP_BYTES = 16, 256 << 20
+"""Samples whose head products are computed together: the head is read once for all of them."""
+EARLY, EARLY_FAILED = 50, 3
+"""A run stops once so many samples have been seen, so many have failed, and the share is above what may fail."""
+QUARANTINED, COUNTS = "quarantined.jsonl", "proofs.json"
+
+
+@dataclass(frozen=True)
+class Want:
+    """A sample to be captured: ids of which the first `prompt` are no answer."""
+
+    split: str
+    key: str
+    ids: list[int]
+    prompt: int
+
+
+@dataclass(frozen=True, eq=False)
+class Proven:
+    """A sample that was looked at: whole and right, or with the reason why not."""
+
+    want: Want
+    path: Path
+    sample: Sample | None
+    reason: str | None
+
+
+class Flow:
+    """One step's captures in `out`, which may hold those of an earlier attempt.
+
+    `shards`, `quarantined`: by split, what is durable and what failed. `seconds`: `server` is the time from the first
+    request to the last reply, `proofs` and `write` are sums over threads. `tokens`: captured by this attempt.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        ends: Sequence[Endpoint],
+        about: ServerInfo,
+        target: TargetInfo,
+        layers: tuple[int, int, int],
+        proofs: Proofs,
+        stored: dict[str, torch.dtype],
+        limit: float,
+    ) -> None:
+        self.about, self.target = about, target
+        self._out, self._ends, self._layers, self._proofs = out, list(ends), layers, proofs
+        self._stored, self._limit = stored, limit
+        self._dtypes = set(stored.values())
+        self.shards: dict[str, list[Shard]] = {split: [] for split in stored}
+        self.quarantined: dict[str, list[Quarantined]] = {split: [] for split in stored}
+        self.seconds = {"server": 0.0, "proofs": 0.0, "write": 0.0, "recapture": 0.0}
+        self.tokens = 0
+        self._lock = threading.Lock()
+        self._seen = dict.fromkeys(stored, 0)
+        self._ready: dict[str, list[Proven]] = {split: [] for split in stored}
+        self._number = dict.fromkeys(stored, 0)
+        self._roots = [end.root for end in ends if end.root is not None]
+        # What is not deleted yet stays below what the client allows, or both would wait for each other.
+        room = min(map(client.space, self._roots))
+        self._waiting_bytes = room // 4
+        self._shard_bytes = min(SHARD_BYTES, room // 8)
+        self._group_bytes = min(GROUP_BYTES, room // 16)
+        # One step's files are told from another's, and this attempt's from an earlier one's, by their names.
+        self._ours = xxhash.xxh3_64_hexdigest(str(out.absolute()).encode())[:8]
+        self._attempt = uuid.uuid4().hex[:8]
+
+    def resume(self, wants: Sequence[Want]) -> None:
+        """Take over what earlier attempts proved: whole shards by content, and what they quarantined."""
+        (self._out / "shards").mkdir(exist_ok=True)
+        self._sweep()
+        wanted = {want.key for want in wants}
+        for path in sorted((self._out / "shards").glob("*.safetensors")):
+            split, _, number = path.stem.partition("-")
+            self._number[split] = max(self._number[split], int(number) + 1)
+            try:
+                whole = Shard(path)
+                sound = not whole.verify() and wanted.issuperset(whole.keys)
+            except UserError:
+                sound = False
+            if sound:
+                self.shards[split].append(whole)
+            else:
+                path.unlink()
+        log = self._out / QUARANTINED
+        for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else []:
+            try:
+                row = json.loads(line)
+                self.quarantined[row["split"]].append(Quarantined(row["key"], row["reason"]))
+            except (ValueError, KeyError):
+                continue  # cut short when the attempt was ended; that sample is captured again
+        for split, parts in self.shards.items():
+            self._seen[split] = sum(map(len, parts)) + len(self.quarantined[split])
+        if (self._out / COUNTS).exists():
+            self._proofs.add(read_json(self._out / COUNTS))
+
+    def request(self, want: Want, kind: str = "sample") -> Request:
+        """The request for a sample."""
+        return Request(Wanted(f"{self._ours}-{self._attempt}-{kind}-{want.key}", len(want.ids)), want.ids)
+
+    def capture(self, wants: Sequence[Want], concurrency: int, progress: Progress) -> None:
+        """Capture and prove all samples that are neither kept nor quarantined yet.
+
+        What is lost on the way is asked for once more at the end. Raises UserError: too many failed; ServerDied: then
+        what was proven is kept.
+        """
+        kept = {key for parts in self.shards.values() for part in parts for key in part.keys}
+        kept |= {one.key for failed in self.quarantined.values() for one in failed}
+        left = [want for want in wants if want.key not in kept]
+        progress.total(
+            sum(len(w.ids) for w in wants), "tokens", sum(len(w.ids) for w in wants) - sum(len(w.ids) for w in left)
+        )
+        progress.milestone("capturing")
+        try:
+            lost = self._pass(left, concurrency, progress)
+            if lost:
+                progress.milestone(f"capturing {len(lost)} lost samples again ({lost[0][1]})")
+                lost = self._pass([want for want, _ in lost], concurrency, progress)
+            for want, reason in lost:
+                self._fail(want, f"lost: {reason}")
+        except UserError:
+            # So that the next attempt, after whatever was mended, is not stopped by these failures.
+            (self._out / QUARANTINED).unlink(missing_ok=True)
+            raise
+        finally:
+            self._sweep()
+
+    def _pass(self, wants: Sequence[Want], concurrency: int, progress: Progress) -> list[tuple[Want, str]]:
+        """Capture and prove; returns what was lost."""
+        by_name = {self.request(want).wanted.name: want for want in wants}
+        lost: list[tuple[Want, str]] = []
+        group: list[tuple[Want, Reply]] = []
+        waiting: deque[Future[list[Proven]]] = deque()
+        cores = usable_cores()
+        began = time.perf_counter()
+        replies = client.capture(
+            self._ends,
+            map(self.request, wants),
+            info=self.about,
+            concurrency=concurrency,
+            vocab_size=self.target.vocab_size,
+        )
+        with (
+            ThreadPoolExecutor(cores, "proofs") as provers,
+            ThreadPoolExecutor(1, "shards") as writer,
+            contextlib.closing(replies),
+        ):
+            writing: deque[Future[None]] = deque()
+            try:
+                for reply in replies:
+                    want = by_name[reply.request.wanted.name]
+                    progress.advance(len(want.ids))
+                    if isinstance(reply, Lost):
+                        lost.append((want, reply.reason))
+                        self._require_few(want.split, [Quarantined(w.key, why) for w, why in lost])
+                        continue
+                    self.seconds["server"] += time.perf_counter() - began
+                    began = time.perf_counter()
+                    self.tokens += len(want.ids)
+                    group.append((want, reply))
+                    if len(group) == GROUP or self._bytes(w for w, _ in group) >= self._group_bytes:
+                        waiting.append(provers.submit(self._prove, group))
+                        group = []
+                    while waiting and (waiting[0].done() or self._crowded(len(waiting), cores)):
+                        self._take(waiting.popleft().result(), writer, writing)
+                if group:
+                    waiting.append(provers.submit(self._prove, group))
+                while waiting:
+                    self._take(waiting.popleft().result(), writer, writing)
+            except (ServerDied, UserError):
+                self._flush_all(writer, writing)
+                raise
+            self._flush_all(writer, writing)
+        return lost
+
+    def _crowded(self, groups: int, cores: int) -> bool:
+        return groups > 2 * cores or groups * self._group_bytes > self._waiting_bytes
+
+    def _prove(self, group: list[tuple[Want, Reply]]) -> list[Proven]:
+        """Read and prove some captures; on a thread."""
+        torch.set_num_threads(1)
+        began = time.perf_counter()
+        read = [self._read(want, reply) for want, reply in group]
+        self._proofs.look_ahead([one.sample for one in read if one.sample is not None])
+        proven = []
+        for one in read:
+            if one.sample is not None:
+                dtype = self._stored[one.want.split]
+                kept = replace(one.sample, aux=one.sample.aux.to(dtype), last=one.sample.last.to(dtype))
+                one = replace(one, sample=kept, reason=self._proofs.check(one.sample))
+            proven.append(one)
+        with self._lock:
+            self.seconds["proofs"] += time.perf_counter() - began
+        return proven
+
+    def _read(self, want: Want, reply: Reply) -> Proven:
+        try:
+            captured = capturefile.read(reply.path, reply.path.parent)
+        except UserError as error:
+            return Proven(want, reply.path, None, f"file: {error}")
+        ids = torch.tensor(want.ids)
+        if not torch.equal(captured.ids, ids):
+            return Proven(want, reply.path, None, "ids: the forward pass saw other ids than were sent")
+        if captured.layers != self._layers:
+            return Proven(want, reply.path, None, f"layers: captured were {captured.layers}, wanted {self._layers}")
+        answer = torch.arange(len(ids)) >= want.prompt
+        # A greedy answer is the target's own choice at each place; what follows the last one, the server has just said.
+        choice = torch.full((len(ids),), -1)
+        choice[:-1][answer[1:]] = ids[1:][answer[1:]]
+        choice[-1] = reply.token
+        return Proven(want, reply.path, Sample(want.key, ids, answer, captured.aux, captured.last, choice), None)
+
+    def _take(self, proven: list[Proven], writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
+        """Sort proven captures into shards and quarantine."""
+        for one in proven:
+            split = one.want.split
+            self._seen[split] += 1
+            if one.reason is not None:
+                self._fail(one.want, one.reason)
+                one.path.unlink(missing_ok=True)
+                self._require_few(split, self.quarantined[split])
+                continue
+            ready = self._ready[split]
+            ready.append(one)
+            if len(ready) == SHARD_SAMPLES or self._bytes(p.want for p in ready) >= self._shard_bytes:
+                self._flush(split, writer, writing)
+
+    def _flush(self, split: str, writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
+        """Have the gathered samples of a split written, and wait for those before."""
+        ready, self._ready[split] = self._ready[split], []
+        if ready:
+            path = self._out / "shards" / f"{split}-{self._number[split]:05}.safetensors"
+            self._number[split] += 1
+            writing.append(writer.submit(self._write, split, path, ready))
+        while len(writing) > 1:
+            writing.popleft().result()
+
+    def _flush_all(self, writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
+        for split in self._ready:
+            self._flush(split, writer, writing)
+        while writing:
+            writing.popleft().result()
+        write_json(self._out / COUNTS, self._proofs.counts())
+
+    def _write(self, split: str, path: Path, ready: list[Proven]) -> None:
+        """Write a shard, then delete its captures; on a thread."""
+        began = time.perf_counter()
+        shard.write(path, [one.sample for one in ready if one.sample is not None])
+        for one in ready:
+            one.path.unlink(missing_ok=True)
+        self.shards[split].append(Shard(path))
+        self.seconds["write"] += time.perf_counter() - began
+
+    def _fail(self, want: Want, reason: str) -> None:
+        self.quarantined[want.split].append(Quarantined(want.key, reason))
+        with (self._out / QUARANTINED).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"split": want.split, "key": want.key, "reason": reason}) + "\n")
+
+    def _require_few(self, split: str, failed: list[Quarantined]) -> None:
+        """Stop as soon as it is clear that too many fail."""
+        seen = sum(self._seen.values()) if failed is not self.quarantined[split] else self._seen[split]
+        if seen + len(failed) >= EARLY and len(failed) >= EARLY_FAILED:
+            require_share(failed, max(seen, len(failed)), self._limit)
+
+    def _bytes(self, wants: Iterable[Want]) -> int:
+        return (
+            sum(len(want.ids) for want in wants) * 4 * self.target.hidden_size * max(d.itemsize for d in self._dtypes)
+        )
+
+    def _sweep(self) -> None:
+        """Delete captures of this step that nobody will read, an ended attempt's among them."""
+        for root in self._roots:
+            for path in root.glob(f"{self._ours}-*"):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,50 @@
+"""What both capture steps do in the end: proven shards become a split's store, and are counted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.capture.contract import Contract
+from eyas.capture.proofs import Proofs, add_counts
+from eyas.store import store
+from eyas.store.manifest import Quarantined
+from eyas.store.shard import Shard, write
+
+
+def nothing() -> dict[str, Any]:
+    """The result of a capture step, to which splits are added."""
+    return {"samples": 0, "tokens": 0, "supervised": 0, "bytes": 0, "quarantined": 0, "proofs": {}}
+
+
+def without(shards: Sequence[Shard], keys: set[str], folder: Path) -> list[Shard]:
+    """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out."""
+    kept = []
+    for part in shards:
+        samples = [i for i, key in enumerate(part.keys) if key not in keys]
+        if len(samples) == len(part):
+            kept.append(part)
+        elif samples:
+            folder.mkdir(exist_ok=True)
+            path = folder / part.path.name
+            write(path, [part.sample(i) for i in samples])
+            kept.append(Shard(path))
+    return kept
+
+
+def add_store(
+    result: dict[str, Any], folder: Path, contract: Contract, shards: Sequence[Shard], failed: Sequence[Quarantined]
+) -> None:
+    """Make `folder` the store of these shards and add it to `result`."""
+    store.create(folder, contract, [shard.path for shard in shards], failed)
+    made = store.FeatureStore.open(folder)
+    result["samples"] += len(made)
+    result["tokens"] += made.tokens
+    result["supervised"] += made.supervised
+    result["bytes"] += sum(shard.bytes for shard in shards)
+    result["quarantined"] += len(failed)
+
+
+def add_proofs(result: dict[str, Any], proofs: Proofs) -> None:
+    """Add the counts of proofs to `result`."""
+    for name, count in proofs.counts().items():
+        add_counts(result["proofs"].setdefault(name, {"checked": 0, "failed": 0, "worst": None}), count)

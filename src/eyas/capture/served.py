@@ -1,0 +1,265 @@
+"""The capture step of an SGLang run: every answered prompt is sent to the server once more, whole, and its states are
+proven as they arrive.
+
+Replies go to threads that read and prove them; what passed is gathered into shards, and a capture file is deleted only
+once its shard is durable. A share is captured again at the end, each alone, and compared. A later attempt goes on by
+sample key. Stands between answers and training; `train/` and `heldout/` in its output are stores, just as those of the
+in-process step.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.capture import keep, preflight
+from eyas.capture.contract import FORMAT, Contract
+from eyas.capture.flow import Flow, Want
+from eyas.capture.proofs import Proofs, require_share
+from eyas.capture.witness import Witness
+from eyas.config import Capture, Engine, Server
+from eyas.corpus.keys import sample_key
+from eyas.engines import target as targets
+from eyas.engines import weights
+from eyas.engines.device import native_bfloat16, pick_device
+from eyas.engines.layers import resolve
+from eyas.engines.sglang import answers, capturefile, client, info
+from eyas.engines.sglang.answers import SPLITS
+from eyas.engines.sglang.checks import to_sample
+from eyas.engines.sglang.client import Lost
+from eyas.engines.sglang.info import ServerInfo
+from eyas.engines.sglang.server import Endpoint, endpoints
+from eyas.engines.target import TargetInfo
+from eyas.errors import UserError
+from eyas.files import read_json, write_json
+from eyas.progress import Progress
+from eyas.spec import StepSpec
+from eyas.store.manifest import Quarantined
+from eyas.store.shard import Sample
+
+RECAPTURED = 64
+"""Most samples that are captured again, whatever capture.proof_share says: each costs the server a pass of its own."""
+FEW = 50
+"""Below this many captured again, a single one that differs stops the run."""
+FIGURES = "figures.json"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run captures from: servers, what they say, and the target that they serve."""
+
+    ends: list[Endpoint]
+    about: list[ServerInfo]
+    target: TargetInfo
+    layers: tuple[int, int, int]
+    dtype: torch.dtype
+    """Of the server's states."""
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry; leases `server`. Raises UserError: no plugin, no room, too many samples failed, an empty split."""
+    if (out / FIGURES).exists():  # an earlier attempt ended between its last act and the runner's
+        return _finished(out)
+    config = spec.section(Capture)
+    torch.set_num_threads(1)  # samples are proven side by side
+    with client.leased():
+        sources = look(spec)
+        wants, dropped = read_wants(spec.inputs["answers"], sources)
+        stored = {"train": _stored(config, sources.dtype), "heldout": sources.dtype}
+        _preflight(sources, wants, stored["train"], out)
+        progress.milestone("reading the target's head")
+        head = read_head(sources, pick_device(spec.section(Engine)))
+        proofs = Proofs(head, decoded=True)
+        flow = Flow(
+            out, sources.ends, sources.about[0], sources.target, sources.layers, proofs, stored, config.max_quarantined
+        )
+        flow.resume(wants)
+        for end, about in zip(sources.ends, sources.about, strict=True):
+            middle = sorted(wants, key=lambda want: len(want.ids))[len(wants) // 2]
+            preflight.require_equal_ranks(end, about, flow.request(middle, "ranks"), sources.target.vocab_size)
+        flow.capture(wants, spec.section(Server).concurrency, progress)
+        progress.milestone("capturing a share again, alone")
+        began = time.perf_counter()
+        witness = Witness(head, sources.target) if config.witness else None
+        again = capture_again(flow, sources, proofs, config, witness)
+        flow.seconds["recapture"] = time.perf_counter() - began
+    result = keep.nothing()
+    for split in SPLITS:
+        failed = [*flow.quarantined[split], *again[split]]
+        total = sum(want.split == split for want in wants)
+        require_share(failed, total, config.max_quarantined)
+        kept = keep.without(flow.shards[split], {q.key for q in again[split]}, out / "shards" / "mended")
+        if not kept:
+            raise UserError(f"capture: no {split} sample is left: are the prompts ones that the target answers?")
+        keep.add_store(result, out / split, contract(spec, sources, stored[split]), kept, failed)
+    keep.add_proofs(result, proofs)
+    if witness is not None:
+        result["proofs"]["witness"] = witness.count
+    result |= {
+        "dropped": dropped,
+        "seconds": {name: round(seconds, 3) for name, seconds in flow.seconds.items()},
+        "tokens_per_second": round(flow.tokens / flow.seconds["server"], 1) if flow.tokens else None,
+        "versions": {"sglang": sources.about[0].version, "torch": torch.__version__},
+    }
+    write_json(out / FIGURES, result)
+    return _finished(out)
+
+
+def look(spec: StepSpec) -> Sources:
+    """Ask the leased servers who they are. Raises UserError: a plugin that is missing or captures something else."""
+    capture, target = spec.section(Capture), targets.read(spec.inputs["target"])
+    layers = resolve(capture.layers, capture.convention, target.num_layers)
+    ends = endpoints(spec.services["server"])
+    about = [info.read(end.url) for end in ends]
+    said = [preflight.require_plugin(*pair, target, layers) for pair in zip(ends, about, strict=True)]
+    if len({one["dtype"] for one in said}) > 1:
+        raise UserError(
+            f"server.url: the servers serve in {', '.join(sorted({one['dtype'] for one in said}))}; take one"
+        )
+    return Sources(ends, about, target, layers, preflight.DTYPES[said[0]["dtype"]])
+
+
+def read_wants(folder: Path, sources: Sources) -> tuple[list[Want], dict[str, int]]:
+    """The samples to be captured, longest first, and how many answers were left out, by reason.
+
+    Longest first shows at once whether memory suffices. Raises UserError: ids outside the vocabulary.
+    """
+    most = min(map(answers.room, sources.about))
+    wants: dict[str, Want] = {}
+    dropped = {"empty": 0, "duplicate": 0, "too_long": 0}
+    for split in ("heldout", "train"):  # what occurs in both stays held out
+        for row in answers.read(folder, split):
+            mask = [i >= row.prompt for i in range(len(row.ids))]
+            key = sample_key(row.ids, mask)
+            client.check_ids(row.ids, sources.target.vocab_size, f"answer {row.key}")
+            if len(row.answer) < 2:
+                dropped["empty"] += 1
+            elif key in wants:
+                dropped["duplicate"] += 1
+            elif len(row.ids) > most:
+                dropped["too_long"] += 1
+            else:
+                wants[key] = Want(split, key, row.ids, row.prompt)
+    for split in SPLITS:
+        if not any(want.split == split for want in wants.values()):
+            raise UserError(f"capture: no {split} answer can be captured ({dropped}): are the prompts ones it answers?")
+    return sorted(wants.values(), key=lambda want: -len(want.ids)), dropped
+
+
+def read_head(sources: Sources, device: torch.device) -> torch.Tensor:
+    """The target's head [V, H], where multiplying by it disturbs the server least: on the processor if that multiplies
+    bfloat16 natively (a GPU shared with the server lost 1.5 % of its prefill, docs/log.md), else on the GPU if there
+    is room."""
+    head = weights.head(sources.target.folder)
+    if native_bfloat16():
+        return head.to(sources.dtype)
+    if device.type == "cuda":
+        try:
+            return head.to(device, sources.dtype)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    return head.to(torch.float32)
+
+
+def capture_again(
+    flow: Flow, sources: Sources, proofs: Proofs, config: Capture, witness: Witness | None
+) -> dict[str, list[Quarantined]]:
+    """Capture a share of the kept samples again, one at a time, nothing beside it, and compare.
+
+    Raises UserError where more of the share differ than may fail at all: then the others cannot be trusted either.
+    """
+    kept = [(split, shard, i) for split in SPLITS for shard in flow.shards[split] for i in range(len(shard))]
+    count = min(RECAPTURED, len(kept), max(1, round(config.proof_share * len(kept))))
+    chosen = [kept[i * len(kept) // count] for i in range(count)]
+    failed: dict[str, list[Quarantined]] = {split: [] for split in SPLITS}
+    for number, (split, shard, i) in enumerate(chosen):
+        end = sources.ends[number % len(sources.ends)]
+        sample = shard.sample(i)
+        other = alone(flow, end, split, sample)
+        reason = other if isinstance(other, str) else proofs.check_again(sample, other)
+        if reason is None and witness is not None:
+            reason = witness.check(end.url, sample)
+        if reason is not None:
+            failed[split].append(Quarantined(sample.key, reason))
+    every = [one for part in failed.values() for one in part]
+    if len(every) > 1 or (every and count < FEW):
+        require_share(every, count, config.max_quarantined)
+    return failed
+
+
+def alone(flow: Flow, end: Endpoint, split: str, sample: Sample) -> Sample | str:
+    """A second capture of a sample's ids, or why there is none."""
+    assert end.root is not None
+    request = flow.request(Want(split, sample.key, sample.ids.tolist(), 0), "again")
+    vocab_size = flow.target.vocab_size
+    for reply in client.capture([end], [request], info=flow.about, concurrency=1, vocab_size=vocab_size):
+        if isinstance(reply, Lost):
+            return f"recaptured: {reply.reason}"
+        try:
+            captured = capturefile.read(reply.path, end.root)
+        except UserError as error:
+            return f"recaptured: {error}"
+        finally:
+            reply.path.unlink(missing_ok=True)
+        if captured.ids.tolist() != request.ids:
+            return "recaptured: the forward pass saw other ids than were sent"
+        return replace(to_sample(sample.key, captured, reply.token), answer=sample.answer)
+    raise AssertionError("neither a reply nor a loss")
+
+
+def contract(spec: StepSpec, sources: Sources, stored: torch.dtype) -> Contract:
+    """What the states of a split are."""
+    target, about, server = sources.target, sources.about[0], spec.section(Server)
+    flags = {
+        "computed_in": str(sources.dtype).removeprefix("torch."),
+        "tp": str(about.tp),
+        "chunk": str(about.chunk),
+        "radix": str(about.radix),
+        "servers": str(len(sources.ends)),
+    }
+    flags |= {name: str(value) for name, value in server.args.items() if "attention-backend" in name}
+    return Contract(
+        format=FORMAT,
+        model_digest=target.model_digest,
+        tokenizer_digest=target.tokenizer_digest,
+        template_digest=target.template_digest,
+        layers=sources.layers,
+        last_is_normed=True,
+        dtype=str(stored).removeprefix("torch."),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        engine="sglang",
+        engine_version=about.version,
+        flags=flags,
+    )
+
+
+def _preflight(sources: Sources, wants: Sequence[Want], stored: torch.dtype, out: Path) -> None:
+    longest = max(len(want.ids) for want in wants)
+    for about in sources.about:
+        info.require_capturable(about, longest, sources.target.vocab_size)
+    token = 4 * sources.target.hidden_size
+    roots = [end.root for end in sources.ends if end.root is not None]
+    tokens = sum(len(want.ids) for want in wants)
+    preflight.require_space(roots, out, tokens, longest, token * sources.dtype.itemsize, token * stored.itemsize)
+
+
+def _stored(config: Capture, dtype: torch.dtype) -> torch.dtype:
+    return dtype if config.dtype == "auto" else preflight.DTYPES[config.dtype]
+
+
+def _finished(out: Path) -> dict[str, Any]:
+    """The result, once nothing is left that was only needed to go on."""
+    shutil.rmtree(out / "shards", ignore_errors=True)
+    for path in _scratch(out):
+        path.unlink(missing_ok=True)
+    result: dict[str, Any] = read_json(out / FIGURES)
+    return result
+
+
+def _scratch(out: Path) -> Iterator[Path]:
+    yield from (out / name for name in ("quarantined.jsonl", "proofs.json"))

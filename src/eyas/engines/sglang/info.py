@@ -1,0 +1,145 @@
+"""What a server says of itself, and whether states can be captured from it."""
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import UserError
+
+# A proxy of the environment stands between us and the internet, not between us and a server that a user named.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+REMEDY = "start the server without it, or let eyas launch one (leave out server.url)"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """Figures of one running server."""
+
+    version: str
+    model_path: str
+    context_length: int
+    kv_tokens: int
+    """Size of the KV pool, of each data-parallel replica."""
+    chunk: int | None
+    """Prompts longer than this are prefilled in pieces; None: never."""
+    tp: int
+    dp: int
+    dp_attention: bool
+    pp: int
+    speculative: str | None
+    radix: bool
+    """Whether prefixes of earlier requests are kept and used again."""
+    vocab_size: int | None
+    """None where the model's config.json cannot be read from here."""
+    dtype: str
+    max_running: int | None
+    longest_input: int | None = None
+    """Prompts of this many tokens and more are refused by the server."""
+    splits: tuple[str, ...] = ()
+    """Flags in use that divide one request's tokens between processes."""
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 30.0) -> Any:
+    """GET, or POST of a JSON body; the JSON answer. Raises OSError (HTTPError too), ValueError: not JSON."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    with _OPENER.open(request, timeout=timeout) as answer:
+        return json.loads(answer.read())
+
+
+def read(url: str) -> ServerInfo:
+    """Ask a server that serves. Raises UserError: no answer, or not SGLang's."""
+    try:
+        try:
+            said = ask(url, "/server_info")
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 405):
+                raise
+            said = ask(url, "/get_server_info")
+        try:
+            model = ask(url, "/model_info")
+        except urllib.error.HTTPError:
+            model = ask(url, "/get_model_info")
+        listed = ask(url, "/v1/models") if said.get("context_length") is None else {}
+        return _info(said, model, listed)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{url}: does not say what it serves ({type(error).__name__}: {error}); is it SGLang?"
+        ) from error
+
+
+def _info(said: dict[str, Any], model: dict[str, Any], listed: dict[str, Any]) -> ServerInfo:
+    states = said.get("internal_states") or [{}]
+    kv_tokens = int(said["max_total_num_tokens"])
+    context = said.get("context_length") or listed["data"][0]["max_model_len"]
+    chunk = said.get("chunked_prefill_size")
+    running = said.get("max_running_requests") or states[0].get("effective_max_running_requests_per_dp")
+    split = [name for name in ("attn_cp_size", "dcp_size") if (said.get(name) or 1) > 1]
+    split += [name for name in ("enable_prefill_cp", "enable_two_batch_overlap", "enable_pdmux") if said.get(name)]
+    if said.get("disaggregation_mode") not in (None, "null"):
+        split.append("disaggregation_mode")
+    return ServerInfo(
+        version=str(said["version"]),
+        model_path=str(model["model_path"]),
+        context_length=int(context),
+        kv_tokens=kv_tokens,
+        chunk=int(chunk) if chunk and int(chunk) > 0 else None,
+        tp=int(said.get("tp_size") or 1),
+        dp=int(said.get("dp_size") or 1),
+        dp_attention=bool(said.get("enable_dp_attention")),
+        pp=int(said.get("pp_size") or 1),
+        speculative=said.get("speculative_algorithm") or None,
+        radix=not said.get("disable_radix_cache"),
+        vocab_size=_vocab_size(Path(str(model["model_path"]))),
+        dtype=str(said.get("dtype") or "auto"),
+        max_running=int(running) if running else None,
+        longest_input=int(said["max_req_input_len"]) if said.get("max_req_input_len") else None,
+        splits=tuple("--" + name.replace("_", "-") for name in split),
+    )
+
+
+def _vocab_size(model: Path) -> int | None:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def require_capturable(info: ServerInfo, longest: int, vocab_size: int) -> None:
+    """Refuse a server whose captures would be wrong, incomplete or impossible.
+
+    `longest`: tokens of the longest sample; `vocab_size`: the target's. Raises UserError.
+    """
+    where = f"SGLang {info.version} serving {info.model_path}"
+    if info.speculative:
+        raise UserError(f"{where}: speculative decoding ({info.speculative}) truncates captured states: {REMEDY}")
+    if info.pp > 1:
+        raise UserError(f"{where}: no process of a pipeline (pp {info.pp}) sees all layers: use tensor parallelism")
+    if info.dp_attention:
+        raise UserError(f"{where}: data-parallel attention mixes the rows of replicas: {REMEDY}")
+    if info.splits:
+        raise UserError(f"{where}: {', '.join(info.splits)} divides a request's tokens between processes: {REMEDY}")
+    if info.vocab_size is not None and info.vocab_size != vocab_size:
+        raise UserError(
+            f"{where}: has a vocabulary of {info.vocab_size} tokens, the target one of "
+            f"{vocab_size}: it serves another model"
+        )
+    if longest + 1 > info.context_length:
+        raise UserError(
+            f"{where}: the longest sample has {longest} tokens, the context {info.context_length}: raise "
+            "context-length in server.args, or shorten answers.max_new_tokens"
+        )
+    if longest + 1 > info.kv_tokens:
+        raise UserError(
+            f"{where}: the longest sample has {longest} tokens, the KV pool holds {info.kv_tokens}: raise "
+            "mem-fraction-static or max-total-tokens in server.args"
+        )
+    if info.longest_input is not None and longest >= info.longest_input:
+        raise UserError(
+            f"{where}: the longest sample has {longest} tokens, prompts must stay below {info.longest_input}: raise "
+            "context-length in server.args, or shorten answers.max_new_tokens"
+        )

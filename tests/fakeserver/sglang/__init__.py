@@ -1,0 +1,1 @@
+"""Stands in for SGLang where only its outside matters: flags, log, HTTP answers, processes."""
