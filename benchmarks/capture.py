@@ -30,7 +30,6 @@ from eyas.capture.flow import Flow, Want
 from eyas.capture.proofs import Proofs, recaptured
 from eyas.config import Server
 from eyas.corpus.keys import sample_key
-from eyas.engines.device import native_bfloat16
 from eyas.engines.sglang import capturefile, client, info
 from eyas.engines.sglang.checks import to_sample
 from eyas.engines.sglang.http import Connection
@@ -180,9 +179,7 @@ class Bench:
     def __init__(self, plain: Running, capturing: Running, target: TargetInfo, asked: argparse.Namespace) -> None:
         self.plain, self.capturing, self.target, self.asked = plain, capturing, target, asked
         self.about = info.read(capturing.endpoint.url)
-        self.head = torch.load(asked.work / "head.pt")
-        if not native_bfloat16():
-            self.head = self.head.cuda()
+        self.head = torch.load(asked.work / "head.pt").cuda()
         self.generator = torch.Generator().manual_seed(1)
         self.figures: dict[str, list[float]] = {}
         self.proofs: dict[str, Any] = {}

@@ -30,6 +30,8 @@ from eyas.store.manifest import Quarantined
 from eyas.store.shard import Sample, Shard
 
 SHARD_BYTES, SHARD_SAMPLES = 256 << 20, 512
+WRITERS = 2
+"""Shards written at once: one thread alone writes not much faster than a large server captures."""
 GROUP, GROUP_BYTES = 16, 256 << 20
 """Samples whose head products are computed together: the head is read once for all of them."""
 EARLY, EARLY_FAILED = 50, 3
@@ -174,7 +176,7 @@ class Flow:
         )
         with (
             ThreadPoolExecutor(cores, "proofs") as provers,
-            ThreadPoolExecutor(1, "shards") as writer,
+            ThreadPoolExecutor(WRITERS, "shards") as writer,
             contextlib.closing(replies),
         ):
             writing: deque[Future[None]] = deque()
@@ -264,7 +266,7 @@ class Flow:
             path = self._out / "shards" / f"{split}-{self._number[split]:05}.safetensors"
             self._number[split] += 1
             writing.append(writer.submit(self._write, split, path, ready))
-        while len(writing) > 1:
+        while len(writing) > WRITERS:
             writing.popleft().result()
 
     def _flush_all(self, writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
@@ -280,8 +282,11 @@ class Flow:
         shard.write(path, [one.sample for one in ready if one.sample is not None])
         for one in ready:
             one.path.unlink(missing_ok=True)
-        self.shards[split].append(Shard(path))
-        self.seconds["write"] += time.perf_counter() - began
+        made = Shard(path)
+        with self._lock:
+            self.shards[split].append(made)
+            self.shards[split].sort(key=lambda one: one.path)
+            self.seconds["write"] += time.perf_counter() - began
 
     def _fail(self, want: Want, reason: str) -> None:
         self.quarantined[want.split].append(Quarantined(want.key, reason))
