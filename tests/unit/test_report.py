@@ -223,6 +223,26 @@ def test_hostile_strings_are_shown_not_obeyed(folder: Path) -> None:
     assert page.text.count(HOSTILE) >= 9
 
 
+def test_a_served_run_shows_checks_and_where_the_capture_spent_its_time(folder: Path) -> None:
+    def served(value: dict[str, Any]) -> None:
+        seconds = {"server": 50.0, "proofs": 80.0, "write": 20.0, "recapture": 5.0}
+        value.update(seconds=seconds, tokens_per_second=1840.0)
+
+    edit(folder / "steps/capture" / ("03" * 16) / "out/result.json", served)
+    checks = [
+        {"name": "shared prefixes", "passed": True, "detail": "3 compared"},
+        {"name": "ranks agree", "passed": None, "detail": "there is one rank only"},
+    ]
+    put(folder / "steps/doctor/dd/out/result.json", {"checks": checks})
+    edit(
+        folder / "timeline.json", lambda v: v["otherData"]["steps"].update(doctor={"digest": "dd", "state": "finished"})
+    )
+    _, page = page_of(folder)
+    assert "597 samples, 1,840 tokens/s from first request to last reply (50 s)" in page.text
+    assert "shared prefixes passed 3 compared" in " ".join(page.text.split())
+    assert "not tried" in page.text
+
+
 def test_a_failed_run_says_so_on_top(folder: Path) -> None:
     def fail(value: dict[str, Any]) -> None:
         steps = value["otherData"]["steps"]

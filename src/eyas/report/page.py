@@ -5,7 +5,7 @@ failed or is still going gives a page too.
 """
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ def render(run: Run) -> str:
         _pair(_loss(run), _training(run)),
         _pair(_rates(run), _timeline(run)),
         _steps(run),
+        _checks(run),
         _proofs(run),
         _configuration(run),
         _versions(run),
@@ -221,7 +222,39 @@ def _proofs(run: Run) -> str:
         checked, failed = (_amount(number(mapping(proof).get(count))) for count in ("checked", "failed"))
         lines.append((name, checked, failed, _value(mapping(proof).get("worst"))))
     table = _table(("proof", "checked", "failed", "worst"), lines, numbers=(1, 2, 3))
-    return _section("Proofs of the capture", table or _grey("There is no finished capture here."))
+    if not table:
+        return _section("Proofs of the capture", _grey("There is no finished capture here."))
+    return _section("Proofs of the capture", table + _split(mapping(step.result) if step else {}))
+
+
+def _split(capture: Mapping[str, Any]) -> str:
+    """Where the time of a served capture went."""
+    seconds = {name: number(value) for name, value in mapping(capture.get("seconds")).items()}
+    rate = number(capture.get("tokens_per_second"))
+    if not seconds or rate is None:
+        return ""
+    server, proofs, write, again = (duration(seconds.get(name)) for name in ("server", "proofs", "write", "recapture"))
+    return _grey(
+        f"{_amount(number(capture.get('samples')))} samples, {_amount(rate)} tokens/s from first request to last "
+        f"reply ({server}). Meanwhile, summed over threads: proofs {proofs}, writing {write}. A share captured again, "
+        f"alone: {again}."
+    )
+
+
+def _checks(run: Run) -> str:
+    """What the tiny twin and the doctor found."""
+    lines = [
+        (name, str(check.get("name")), _outcome(check.get("passed")), str(check.get("detail", "")))
+        for name in ("twin", "doctor")
+        if (step := run.step(name))
+        for check in rows(step.result.get("checks"))
+    ]
+    table = _table(("by", "check", "", "seen"), lines)
+    return _section("Checks of the server", table) if table else ""
+
+
+def _outcome(passed: object) -> str:
+    return "not tried" if passed is None else "passed" if passed is True else "failed"
 
 
 def _steps(run: Run) -> str:

@@ -266,7 +266,10 @@ def _await(wanted: Wanted, root: Path, ranks: int) -> str:
         if all(wanted.file(root, rank).exists() for rank in range(ranks)):
             return ""
         if (failed := wanted.failed(root)).exists():
-            return failed.read_text(encoding="utf-8", errors="replace").strip()[:500] or "it failed, without a reason"
+            return (
+                failed.read_text(encoding="utf-8", errors="replace").strip()[:500]
+                or f"{root} is full: free some space, or name another folder in server.captures"
+            )
         if writing:
             sign = time.monotonic()
         elif time.monotonic() - sign > HOOK_SECONDS:

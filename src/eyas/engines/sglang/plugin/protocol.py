@@ -3,7 +3,8 @@
 A request is captured if its `rid` is `eyas:<kind>:<tokens>:<name>`. Kind `c` (capture): the first tensor-parallel rank
 writes `<root>/<name>.safetensors`. Kind `r` (ranks): every rank writes `<root>/<name>.rank<k>.safetensors`, so that
 they can be compared. The token count tells the plugin when a request that is prefilled in chunks is complete. A file
-appears whole, by rename from `.<name>.partial`; `<name>.failed` holds a line that says why there is no file.
+appears whole, by rename from `.<name>.partial`; `<name>.failed` holds a line that says why there is no file; it
+is empty where the disk had no room for that line.
 
 The file is a safetensors file: `ids` int32 [T] as the forward pass saw them, `aux` [T, 3H], `last` [T, H] after the
 final norm, both in the model's dtype. Its metadata: `format`, `rid`, `layers` (JSON list of hidden_states indices).

@@ -270,7 +270,11 @@ class Staging:
         path: Path = wanted.failed(self._root)
         temporary = path.with_name(f".{path.name}.partial")
         try:
-            temporary.write_text(f"{reason}\n", encoding="utf-8")
+            try:
+                temporary.write_text(f"{reason}\n", encoding="utf-8")
+            except OSError:
+                print(f"eyas: {wanted.name}: {reason}", flush=True)
+                temporary.write_bytes(b"")  # A full disk has room for an empty file, which says as much.
             temporary.replace(path)
         except OSError as error:
-            print(f"eyas: {wanted.name}: {reason} (and {path}: {error.strerror})", flush=True)
+            print(f"eyas: cannot write {path}: {error.strerror}", flush=True)
