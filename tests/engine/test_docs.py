@@ -30,8 +30,6 @@ SMALL = [
     "train.ttt_steps=2",
     "decode.timing_prompts=1",
 ]
-REFUSED = {"eyas run existing.yaml": "a draft is measured on a server that eyas launches"}
-"""Commands of which the page says that they end so."""
 
 
 def blocks(kind: str, page: Path) -> list[str]:
@@ -99,10 +97,6 @@ class Sandbox:
         arguments += SMALL if arguments[0] in ("run", "plan") else []
         line = [sys.executable, "-m", "eyas", *arguments]
         done = subprocess.run(line, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=400)
-        if command in REFUSED:
-            assert done.returncode != 0, done.stdout
-            assert REFUSED[command] in done.stdout + done.stderr
-            return
         assert done.returncode == 0, done.stdout + done.stderr
         if arguments[0] == "plugin":
             self.serve([line for line in done.stdout.splitlines() if line.startswith("export ")])

@@ -88,6 +88,10 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
     existing = plan(load(engine={"kind": "sglang"}, server={"url": "http://h:1", "captures": "/c"}))
     assert "twin" not in [planned.name for planned in existing.steps]
     assert existing.service("server").step.needs == ("target",)
+    assert [service.name for service in existing.services] == ["server"]
+    names = [planned.name for planned in existing.steps]
+    assert {"baseline", "decode"}.isdisjoint(names), "an existing server is not ours to start with a draft"
+    assert existing.steps[-1].step.needs == ("replay", "train", "vocabulary", "capture")
     assert plan(load()).services == ()
 
 

@@ -318,7 +318,7 @@ def test_a_missing_plugin_is_found_before_anything_is_sent(steps, fake):
     with pytest.raises(UserError, match="the plugin is not loaded: rank 0 wrote no"):
         steps.capture()
     fake.say(problem="this SGLang has no init_spec_aux_hidden_state")
-    with pytest.raises(UserError, match="the plugin is not loaded: rank 0 says: this SGLang has no"):
+    with pytest.raises(UserError, match="the plugin cannot capture here, rank 0 says: this SGLang has no"):
         steps.capture()
     fake.say(layers=[3, 5, 7])
     with pytest.raises(UserError, match=r"has layers \[3, 5, 7\], the run file means \[2, 4, 5\]"):

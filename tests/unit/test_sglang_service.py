@@ -84,8 +84,6 @@ def test_ready_of_a_server_with_the_draft(target: Path, tmp_path: Path) -> None:
     ready = said_ready(service.serve_drafted, spec(target, tmp_path, decode={"draft_tokens": 4}), tmp_path)
     assert server.endpoints(ready)[0].root is None
     assert ready["info"]["speculative"] == "EAGLE3"
-    with pytest.raises(UserError, match="leave out server"):
-        service.serve_drafted(spec(target, tmp_path, url="http://x"), tmp_path, Silent(), lambda _: None)
 
 
 def started_service(target: Path, tmp_path: Path) -> tuple[subprocess.Popen[bytes], Path]:

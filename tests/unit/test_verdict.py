@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.bench.verdict import _deploy, decide, run
+from eyas.bench.verdict import _deploy, decide, run, undecided
 from eyas.progress import Silent
 from eyas.spec import StepSpec
 
@@ -144,6 +144,15 @@ def test_every_smaller_concurrency_must_pay_too(lows: list[float], expected: tup
     ]
     assert tuple(_deploy(speedup, trusted=True)[0].values()) == expected
     assert _deploy(speedup, trusted=False)[0]["verdict"] == "no"
+
+
+def test_a_draft_that_was_not_served_is_not_to_be_deployed_yet() -> None:
+    found = undecided(**OTHERS)
+    assert found["deploy"] == {"verdict": "no", "max_concurrency": None}
+    assert found["reasons"][0].startswith("The draft was not served, so its speed is not known: server.url")
+    assert found["accept_length"]["predicted"] == pytest.approx(OTHERS["replay"]["accept_length"])
+    assert (found["accept_length"]["served"], found["speedup"], found["lossless"]) == (None, [], None)
+    assert found.keys() == verdict().keys()
 
 
 def test_nothing_quarantined_is_said() -> None:

@@ -21,7 +21,8 @@ STANDARD_ERRORS = 3.0
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry: read the five results, decide, write `verdict.json`."""
     progress.milestone("weighing the figures")
-    verdict = decide(**{name: read_json(spec.inputs[name] / "result.json") for name in NEEDS})
+    found = {name: read_json(spec.inputs[name] / "result.json") for name in NEEDS if name in spec.inputs}
+    verdict = decide(**found) if "decode" in found else undecided(**found)
     write_json(out / "verdict.json", verdict)
     return verdict
 
@@ -55,6 +56,37 @@ def decide(
         "lossless": lossless,
         "deploy": deploy,
         "reasons": [*against, pace, *_reach(replay, decode, lossless), *_training(train, vocabulary, capture)],
+    }
+
+
+def undecided(
+    replay: dict[str, Any], train: dict[str, Any], vocabulary: dict[str, Any], capture: dict[str, Any]
+) -> dict[str, Any]:
+    """What verdict.json holds where the draft was not served, since eyas does not start the server: a prediction."""
+    predicted = _accept_length(replay)
+    looping = {
+        "rows": _count(_dict(replay.get("looping")), "rows"),
+        "predicted": _number(_dict(replay.get("looping")).get("accept_length")),
+        "served": None,
+    }
+    return {
+        "accept_length": {
+            "predicted": predicted,
+            "served": None,
+            "draft_tokens": _count(replay, "draft_tokens"),
+            "by_position": _by_position(replay, {}),
+            "looping": looping,
+        },
+        "speedup": [],
+        "lossless": None,
+        "deploy": {"verdict": "no", "max_concurrency": None},
+        "reasons": [
+            "The draft was not served, so its speed is not known: server.url names a server that eyas does not start. "
+            "Start it with the draft (the draft's own page says how) and measure, or let eyas launch it.",
+            f"Replay on all held-out answers predicts an accept length of {_say(predicted)}, "
+            f"over {_plural(_count(replay, 'rounds'), 'step')}.",
+            *_training(train, vocabulary, capture),
+        ],
     }
 
 

@@ -45,7 +45,7 @@ def require_plugin(
         except OSError as error:
             raise UserError(f"{where}: the plugin is not loaded: rank {rank} wrote no {path}: {REMEDY}") from error
         if said.get("problem"):
-            raise UserError(f"{where}: the plugin is not loaded: rank {rank} says: {said['problem']}")
+            raise UserError(f"{where}: the plugin cannot capture here, rank {rank} says: {said['problem']}")
         for name, value in wanted.items():
             if said.get(name) != value:
                 raise UserError(

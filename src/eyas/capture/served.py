@@ -75,7 +75,14 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         head = read_head(sources, pick_device(spec.section(Engine)))
         proofs = Proofs(head, decoded=True)
         flow = Flow(
-            out, sources.ends, sources.about[0], sources.target, sources.layers, proofs, stored, config.max_quarantined
+            out,
+            sources.ends,
+            tightest(sources.about),
+            sources.target,
+            sources.layers,
+            proofs,
+            stored,
+            config.max_quarantined,
         )
         flow.resume(wants)
         for end, about in zip(sources.ends, sources.about, strict=True):
@@ -121,6 +128,12 @@ def look(spec: StepSpec) -> Sources:
             f"server.url: the servers serve in {', '.join(sorted({one['dtype'] for one in said}))}; take one"
         )
     return Sources(ends, about, target, layers, preflight.DTYPES[said[0]["dtype"]])
+
+
+def tightest(about: Sequence[ServerInfo]) -> ServerInfo:
+    """What holds for all servers: the first one's figures with the smallest chunk and KV pool of any."""
+    chunks = [one.chunk for one in about if one.chunk]
+    return replace(about[0], chunk=min(chunks, default=None), kv_tokens=min(one.kv_tokens for one in about))
 
 
 def read_wants(folder: Path, sources: Sources) -> tuple[list[Want], dict[str, int]]:

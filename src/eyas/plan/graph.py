@@ -52,7 +52,7 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
         # Needs the twin, so that a large target is loaded only once a tiny one has passed.
         Step("server", SERVICE + "serve", needs=("target", *_twin(config)), sections=sections),
         Step("drafted", SERVICE + "serve_drafted", needs=("target", "export"), sections=(*sections, "decode")),
-    )
+    )[: 1 if config.server.url else 2]
 
 
 def _twin(config: RunConfig) -> tuple[str, ...]:
@@ -75,6 +75,28 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         for name in _twin(config)
     )
     answers, capture, decode = steps["answers"], steps["capture"], steps["decode"]
+    # An existing server is not ours to start with a draft: then nothing is served, and the verdict says so.
+    measured = config.server.url is None
+    baseline = (
+        Step(
+            "baseline",
+            "eyas.bench.baseline:run",
+            needs=("target", "capture"),
+            sections=("server", "answers", "decode"),
+            resources=cpu,
+            leases=lease,
+        ),
+    )[:measured]
+    served = (
+        replace(
+            decode,
+            entry="eyas.bench.served:run",
+            needs=(*decode.needs, "baseline"),
+            sections=(*decode.sections, "server"),
+            leases=("drafted",),
+        ),
+    )[:measured]
+    without_decode = tuple(need for need in steps["verdict"].needs if need != "decode")
     return (
         steps["target"],
         *twin,
@@ -100,26 +122,13 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             sections=("target", "engine", "server", "capture"),
             leases=lease,
         ),
-        Step(
-            "baseline",
-            "eyas.bench.baseline:run",
-            needs=("target", "capture"),
-            sections=("server", "answers", "decode"),
-            resources=cpu,
-            leases=lease,
-        ),
+        *baseline,
         steps["vocabulary"],
         steps["train"],
         steps["export"],
         steps["replay"],
-        replace(
-            decode,
-            entry="eyas.bench.served:run",
-            needs=(*decode.needs, "baseline"),
-            sections=(*decode.sections, "server"),
-            leases=("drafted",),
-        ),
-        steps["verdict"],
+        *served,
+        steps["verdict"] if served else replace(steps["verdict"], needs=without_decode),
     )
 
 

@@ -71,7 +71,7 @@ def _figures(verdict: dict[str, Any]) -> list[str]:
         interval = f"{_number(row.get('low'))} to {_number(row.get('high'))}"
         at = f"{row.get('concurrency', '?')} request{'' if row.get('concurrency') == 1 else 's'} at once"
         lines.append(f"Speed-up        {_number(row.get('ratio'))} times, interval {interval}, with {at}")
-    if "lossless" in verdict:
+    if verdict.get("lossless") is not None:
         lines.append(f"Lossless        {'yes' if verdict['lossless'] is True else 'NO'}")
     return lines
 

@@ -11,7 +11,7 @@ from eyas.errors import UserError
 
 # A proxy of the environment stands between us and the internet, not between us and a server that a user named.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-REMEDY = "start the server without it, or let eyas launch one (leave out server.url)"
+REMEDY = "start the server without it (server.args, or your own command)"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ def require_capturable(info: ServerInfo, longest: int, vocab_size: int) -> None:
         raise UserError(f"{where}: no process of a pipeline (pp {info.pp}) sees all layers: use tensor parallelism")
     if info.dp_attention:
         raise UserError(f"{where}: data-parallel attention mixes the rows of replicas: {REMEDY}")
+    if info.dp > 1:
+        raise UserError(
+            f"{where}: {info.dp} replicas behind one address cannot be told apart: start each as a server of its own "
+            "and name all of them in server.url"
+        )
     if info.splits:
         raise UserError(f"{where}: {', '.join(info.splits)} divides a request's tokens between processes: {REMEDY}")
     if info.vocab_size is not None and info.vocab_size != vocab_size:

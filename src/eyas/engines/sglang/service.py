@@ -51,8 +51,7 @@ def serve(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
 def serve_drafted(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
     """Service entry: the target with the exported draft, without the plugin. Raises as `serve` does."""
     config = spec.section(Server)
-    if config.url is not None:
-        raise UserError("server.url: a draft is measured on a server that eyas launches; leave out server.url")
+    assert config.url is None, "the graph serves a draft only where eyas launches the server"
     target = targets.read(spec.inputs["target"])
     draft = server.Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
     dtype = spec.section(Target).dtype

@@ -172,6 +172,7 @@ class _Proof:
             self.progress.milestone("capturing from the twin")
             tally = Tally(size, twin.reference.lm_head.weight if twin.reference is not None else None)
             asked = info.read(endpoint.url)
+            info.require_capturable(asked, max(map(len, self.prompts)), size)
             samples = collect(endpoint, self.prompts, asked, tally, concurrency=AT_ONCE, vocab_size=size)
             self.found.checks += tally.checks()
             self.answers = greedy(endpoint.url, self.asked)[0]

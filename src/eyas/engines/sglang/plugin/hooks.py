@@ -163,6 +163,8 @@ def obstacle(runner: Any) -> str:
         return "speculation is on, which cuts captures short [sglang 26163]: start the server without a draft"
     if args.pp_size > 1:
         return "pipeline parallelism: no rank has all of the layers; start the server with --pp-size 1"
+    if getattr(args, "dp_size", 1) > 1 and not getattr(args, "enable_dp_attention", False):
+        return "several replicas behind one address: start each as a server of its own, without --dp-size"
     if getattr(args, "enable_dp_attention", False):
         return "data-parallel attention spreads a pass over ranks; start the server without --enable-dp-attention"
     return ""
