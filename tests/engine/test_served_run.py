@@ -37,7 +37,7 @@ def finished(sglang_python: str, smollm2: Path, tmp_path_factory: pytest.TempPat
         "name": "small",
         "target": {"model": str(smollm2), "dtype": "float32"},
         "engine": {"kind": "sglang"},
-        "server": {"python": sglang_python, "args": {"device": "cpu", "chunked-prefill-size": 128}},
+        "server": {"python": sglang_python, "twin": False, "args": {"device": "cpu", "chunked-prefill-size": 128}},
         "prompts": {"train_limit": 40, "heldout_limit": 8},
         "answers": {"max_new_tokens": 24},
         "draft": {"vocab_size": 500},

@@ -50,6 +50,7 @@ CHUNKS = 4
 CHUNK_TOKENS = 8192
 """Where the server says nothing of its chunks."""
 KV_SHARE = 0.8
+SWEEP_SECONDS = 0.02
 SPACE_SHARE = 8
 """Files that nobody has deleted yet take at most 1/8 of what was free at the start."""
 HELD_SECONDS = 2.0
@@ -301,12 +302,14 @@ class _Budget:
         self._token_bytes = [_token_bytes(endpoint) for endpoint in endpoints]
         self._held_since: list[float | None] = [None] * len(endpoints)
         self._files: dict[Path, tuple[int, int]] = {}
+        self._swept = 0.0
 
     def admit(self, server: int, request: Request, idle: bool) -> bool:
         """Whether a request may be sent now; if so it is counted."""
-        self._sweep()
         device, size = self._devices[server], len(request.ids) * self._token_bytes[server]
-        room = self._taken[device] + size <= self._limits[device]
+        if not self._room(device, size):
+            self._sweep()
+        room = self._room(device, size)
         if not room and (not idle or self._held(server, device)):
             return False
         if not idle and self._under_way[server] + len(request.ids) > self._tokens:
@@ -333,7 +336,14 @@ class _Budget:
         since = self._held_since[server] = self._held_since[server] or time.monotonic()
         return time.monotonic() - since < HELD_SECONDS
 
+    def _room(self, device: int, size: int) -> bool:
+        return self._taken[device] + size <= self._limits[device]
+
     def _sweep(self) -> None:
+        """Find out which files are deleted; there may be many thousands."""
+        if time.monotonic() < self._swept + SWEEP_SECONDS:
+            return
+        self._swept = time.monotonic()
         for path in [path for path in self._files if not path.exists()]:
             device, size = self._files.pop(path)
             self._taken[device] -= size

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from eyas.engines.sglang.http import Connection, ServerDied
@@ -53,6 +53,7 @@ class _Server:
     url: str
     running: int = 0
     dead: bool = False
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _Failed:
@@ -125,7 +126,8 @@ class _Pool(Generic[J, R]):
 
     def _take(self, server: _Server) -> tuple[J] | None:
         """The next job for a server, as soon as it may start; None: there will be none."""
-        with self._changed:
+        # One thread of each server waits for its turn, the others for that one: a change wakes few of them.
+        with server.turn, self._changed:
             while not self._stopped and not server.dead:
                 if not self._waiting:
                     self._waiting.extend(self._more())
