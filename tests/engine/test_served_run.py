@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from eyas.engines.sglang import kept
 from eyas.run.journal import events
 
 STEPS = [
     "target",
-    "twin",
     "prompts",
     "doctor",
     "answers",
@@ -92,7 +92,7 @@ def test_nothing_was_lost(finished: tuple[Path, str]) -> None:
     assert captured["quarantined"] == 0
     assert captured["samples"] == answers["rows"] + answers["heldout_rows"] - sum(captured["dropped"].values())
     for name, proof in captured["proofs"].items():
-        assert proof["checked"] > 0, name
+        assert proof["checked"] >= (1 if name == "recaptured" else captured["samples"]), name
         assert proof["failed"] == 0, name
 
 
@@ -107,8 +107,12 @@ def test_the_served_draft_is_lossless_and_accepted_as_predicted(finished: tuple[
 
 
 def test_nothing_is_left_running(finished: tuple[Path, str]) -> None:
+    """Neither the launcher, which carries the service's mark, nor the last server's scheduler, nor captures."""
     folder, _ = finished
-    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
-    assert not left
-    marks = [path.name for path in Path("/dev/shm").glob(f"eyas-{os.getuid()}/*") if path.is_dir()]
-    assert not [mark for mark in marks if mark in str(folder)]
+    statuses = list(folder.glob("services/*/**/status/rank0.json"))
+    assert statuses
+    for status in statuses:
+        said = json.loads(status.read_text())
+        assert not Path(f"/proc/{said['pid']}").exists()
+        assert not Path(said["root"]).exists()
+        assert not kept.marked(kept.mark_of(status.parent.parent))

@@ -356,6 +356,35 @@ def test_a_model_that_collects_too_few(plugin: Plugin, root: Path) -> None:
     assert "gave 2 collected states, not three" in reason(root, wanted)
 
 
+def test_states_of_another_width_or_dtype_are_refused(plugin: Plugin, root: Path) -> None:
+    for name, last in (("narrow", torch.randn(4, HIDDEN // 2)), ("coarse", torch.randn(4, HIDDEN).bfloat16())):
+        wanted = Wanted(name, 4)
+        plugin.around_forward(forward_of(plugin, last, [last] * 3), runner(), batch([wanted.rid], [0], [4]))
+        assert "unlike what the model declares" in reason(root, wanted)
+
+
+def test_a_fault_of_the_plugin_does_not_reach_the_server(
+    plugin: Plugin, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    wanted, last = Wanted("a", 4), torch.randn(4, HIDDEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(plugin.staging, "_copy", out_of_memory)
+        got = plugin.around_forward(forward_of(plugin, last, [last] * 3), runner(), batch([wanted.rid], [0], [4]))
+    assert got == "logits"
+    assert "out of memory" in reason(root, wanted)
+    plugin.around_forward(forward_of(plugin, last, [last] * 3), runner(), batch([wanted.rid], [0], [4]))
+    wait_for(wanted.file(root))
+
+
+def test_a_status_that_cannot_be_written_only_ends_capture(tmp_path: Path) -> None:
+    plugin = Plugin(replace(ORDERS, status=tmp_path / "gone"))
+    plugin.before_backends(runner())
+    assert plugin.staging is None
+
+
 def test_the_draft_worker_is_left_alone(plugin: Plugin, root: Path) -> None:
     drafting = SimpleNamespace(is_draft_worker=True)
     plugin.around_forward(lambda runner, batch: "ok", drafting, batch([Wanted("a", 4).rid], [0], [4]))

@@ -67,8 +67,12 @@ class Plugin:
             said["problem"] = f"this SGLang is unlike those that the plugin knows ({type(error).__name__}: {error})"
         path = status_file(self.orders.status, self.rank)
         temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_text(json.dumps(said, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps(said, indent=1), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            self.staging = None
+            print(f"eyas: nothing is captured: cannot write {path}: {error.strerror}", flush=True)
 
     def _prepare(self, runner: Any) -> "dict[str, Any]":
         """Make ready for captures; returns what the status says."""
@@ -149,11 +153,16 @@ class Plugin:
             problem = f"the model gave {len(parts)} collected states, not three: its class does not collect them all"
         elif min(len(ids), len(last), *map(len, parts)) < rows:
             problem = f"the pass has {rows} tokens and fewer rows of states [sglang 8066]"
+        elif staging.unlike(last) or any(part.dtype != last.dtype for part in parts):
+            problem = f"the pass gave states of width {last.shape[-1]} in {last.dtype}, unlike what the model declares"
         for chunk in self.chunks:
+            try:
+                if not problem:
+                    staging.put(chunk, ids, aux if isinstance(aux, torch.Tensor) else parts, last)
+            except Exception as error:  # Whatever it is, the server's own work goes on.
+                problem = f"{type(error).__name__}: {error}"
             if problem:
                 staging.fail(chunk.wanted, problem)
-            else:
-                staging.put(chunk, ids, aux if isinstance(aux, torch.Tensor) else parts, last)
 
 
 def obstacle(runner: Any) -> str:

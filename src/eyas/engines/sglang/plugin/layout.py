@@ -40,13 +40,14 @@ class CaptureFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     def write(self, name: str, row: int, data: memoryview) -> None:
-        """Write the rows of `aux`, `last` or `ids` that begin with number `row`."""
+        """Write the rows of `aux`, `last` or `ids` that begin with number `row`; the header comes with the first."""
         start, size = self._rows[name]
+        if row == 0:
+            self._write(0, memoryview(self._header))
         self._write(len(self._header) + start + row * size, data)
 
     def finish(self, path: Path) -> None:
-        """Give it its header and its name: it appears whole."""
-        self._write(0, memoryview(self._header))
+        """Give it its name: it appears whole."""
         os.close(self._file)
         self._path.replace(path)
 

@@ -80,8 +80,9 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if cuda else None
         # Ranks that only take part in comparisons need little.
         count = max(2, orders.staging_bytes // BUFFER_BYTES) if rank == 0 else 2
-        self._rows = max(1, BUFFER_BYTES // row_bytes)
-        size = self._rows * (row_bytes + 4)
+        # Pinned memory is given out in powers of two: a buffer fills one.
+        size = max(BUFFER_BYTES, row_bytes + 4)
+        self._rows = size // (row_bytes + 4)
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=cuda))
@@ -117,12 +118,21 @@ class Staging:
             if buffer is None:
                 request.problem = f"its states found no way into a file for {self._hold:g} s"
                 break
+            try:
+                piece = self._copy(request, chunk.prefix + begin, rows, buffer, ids, aux, last)
+            except BaseException:
+                self._free.put(buffer)
+                raise
             with self._lock:
                 request.pending += 1
-            self._pieces.put(self._copy(request, chunk.prefix + begin, rows, buffer, ids, aux, last))
+            self._pieces.put(piece)
         with self._lock:
             request.covered = max(request.covered, chunk.prefix + chunk.count)
         self._close_if_done(request)
+
+    def unlike(self, last: torch.Tensor) -> bool:
+        """Whether states are others than those that files and buffers are laid out for."""
+        return last.dtype != self._dtype or last.shape[-1] != self._hidden
 
     def fail(self, wanted: Wanted, reason: str) -> None:
         """Write down why a request is not captured."""
@@ -229,8 +239,8 @@ class Staging:
                 self._full_since = None
                 return
             except OSError as error:
-                self._full_since = self._full_since or time.monotonic()
-                if error.errno not in FULL or time.monotonic() > self._full_since + self._hold:
+                since = self._full_since = self._full_since or time.monotonic()
+                if error.errno not in FULL or time.monotonic() > since + self._hold:
                     piece.of.problem = f"cannot write into {self._root}: {error.strerror}"
                 else:
                     time.sleep(RETRY_SECONDS)
