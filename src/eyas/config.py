@@ -41,9 +41,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """ValueError: a date that there is not, such as 2026-02-31."""
 
@@ -90,6 +89,16 @@ class Engine(Section):
 Flag = bool | int | float | str | list[int | float | str]
 
 
+_PIPELINE = "no process of a pipeline sees all layers: use server.tp"
+_REFUSED = {
+    "nnodes": "a server over several machines cannot be captured from yet",
+    "pp-size": _PIPELINE,
+    "pipeline-parallel-size": _PIPELINE,
+    "disaggregation-mode": "prefill and decode in separate servers cannot be captured from",
+}
+"""Flags of a server that one process on one machine could not be captured from, and why."""
+
+
 class Server(Section):
     """The SGLang server, for engine.kind sglang: one that eyas launches, or existing ones by `url`."""
 
@@ -130,6 +139,11 @@ class Server(Section):
                 raise ValueError(f"{name} has a field of its own, {own[name]}")
             if name.startswith("speculative-"):
                 raise ValueError(f"{name}: the target is served without a draft; eyas adds it where it is wanted")
+            if name.startswith("ssl-"):
+                raise ValueError(f"{name}: eyas asks without TLS, and the server listens on this machine only")
+        for name, why in _REFUSED.items():
+            if value.get(name) not in (None, False, 1, "1", "null"):
+                raise ValueError(f"{name}: {why}")
         return value
 
 

@@ -14,6 +14,7 @@ from eyas.engines.sglang import capturefile, client, info
 from eyas.engines.sglang.client import Lost, Reply, Request, ServerDied, check_ids, generate
 from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.plugin.protocol import Wanted
+from eyas.engines.sglang.pool import fan_out
 from eyas.errors import UserError
 from fakesglang import FakeServer, write
 
@@ -110,6 +111,52 @@ def test_a_file_that_is_still_written_is_waited_for(fake):
     fake.fault = slow
     (reply,) = capture(fake, requests(1))
     assert isinstance(reply, Reply)
+
+
+def test_a_file_that_does_not_grow_is_given_up(fake, monkeypatch):
+    monkeypatch.setattr(client, "STALLED_SECONDS", 0.5)
+    fake.fault = lambda wanted, tensors, server: wanted.partial(server.root).touch()
+    (lost,) = capture(fake, requests(1))
+    assert "has not grown for 0.5 s" in lost.reason
+    assert list(fake.root.iterdir()) == []
+
+
+def test_a_server_that_dies_before_its_file_is_whole(fake, monkeypatch):
+    monkeypatch.setattr(client, "ALIVE_SECONDS", 0.1)
+
+    def die(wanted, tensors, server):
+        wanted.partial(server.root).touch()
+        threading.Timer(0.2, server.http.socket.close).start()
+
+    fake.fault = die
+    with pytest.raises(ServerDied):
+        capture(fake, requests(1))
+
+
+def test_an_earlier_attempts_files_are_not_taken_for_this_ones(fake):
+    (request,) = requests(1)
+    for path in (request.wanted.file(fake.root), request.wanted.failed(fake.root), request.wanted.partial(fake.root)):
+        path.write_text("old")
+    (reply,) = capture(fake, [request])
+    assert capturefile.read(reply.path, fake.root).ids.tolist() == request.ids
+    assert [path.name for path in fake.root.iterdir()] == ["s0.safetensors"]
+
+
+def test_after_an_error_nothing_more_is_asked(fake, monkeypatch):
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.5)
+
+    def work(connection, server, job):
+        if job == 0:
+            time.sleep(0.2)
+            raise UserError("refused")
+        return client.ask(connection, {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+
+    fake.statuses = [503] * 100
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^refused$"):
+        list(fan_out([fake.url], range(50), work, concurrency=4))
+    assert time.monotonic() - began < 1.5
+    assert len(fake.seen) == 3
 
 
 def test_the_plugins_reason_is_passed_on(fake):

@@ -118,3 +118,19 @@ def test_a_spec_gives_checked_sections() -> None:
     assert spec.section(config.Train).epochs == 1.0
     with pytest.raises(KeyError, match="draft"):
         spec.section(config.Draft)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"nnodes": 2}, "nnodes: a server over several machines"),
+        ({"pp-size": 2}, "pp-size: no process of a pipeline"),
+        ({"pipeline-parallel-size": "4"}, "pipeline-parallel-size: no process of a pipeline"),
+        ({"disaggregation-mode": "prefill"}, "disaggregation-mode: prefill and decode in separate servers"),
+        ({"ssl-keyfile": "k"}, "ssl-keyfile: eyas asks without TLS"),
+    ],
+)
+def test_servers_that_could_not_be_captured_from(args: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        config.Server.model_validate({"args": args})
+    assert config.Server.model_validate({"args": {"nnodes": 1, "pp-size": 1, "disaggregation-mode": "null"}})

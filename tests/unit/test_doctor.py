@@ -12,7 +12,7 @@ import torch
 import capturing
 from eyas.config import Capture, parse
 from eyas.engines.sglang import doctor
-from eyas.engines.sglang.checks import Check, random_ids
+from eyas.engines.sglang.checks import Check, Tally, collect, random_ids
 from eyas.engines.target import TargetInfo, inspect
 from eyas.errors import UserError
 from eyas.progress import Silent
@@ -150,6 +150,24 @@ def test_what_there_is_no_time_for_is_not_passed(tiny_llama: Path, tmp_path: Pat
         checks = list(doctor.check([endpoint], server.info, target(tiny_llama), Capture(), Silent(), 0.5))
     assert failed(checks) == []
     assert {check.name for check in checks if check.passed is None} >= {"the longest, 299 tokens"}
+
+
+def test_other_files_are_left_alone(tiny_llama: Path, tmp_path: Path) -> None:
+    server = capturing.Capturing(tiny_llama, tmp_path)
+    for name in ("ranks.safetensors", ".n1.partial", "n127.failed"):
+        (server.root / name).write_bytes(b"another's")
+    assert failed(examine(server, tiny_llama)) == []
+    assert sorted(path.name for path in server.root.iterdir()) == [".n1.partial", "n127.failed", "ranks.safetensors"]
+
+
+def test_files_of_other_layers_are_not_taken(tiny_llama: Path, tmp_path: Path) -> None:
+    server = capturing.Capturing(tiny_llama, tmp_path)
+    server.say(0, layers=[3, 5, 6])
+    tally = Tally(server.info.vocab_size, None)
+    with server as endpoint:
+        assert not collect(endpoint, {"a": [1, 2]}, server.info, tally, concurrency=1, vocab_size=100)
+    assert "captured were the hidden_states [2, 4, 5], not [3, 5, 6]" in next(tally.checks()).detail
+    assert list(server.root.iterdir()) == []
 
 
 def test_ids_of_a_smaller_count_are_the_beginning() -> None:

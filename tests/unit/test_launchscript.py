@@ -55,7 +55,7 @@ def test_a_whole_script(tmp_path: Path) -> None:
     assert (run.server.python, run.server.tp, run.server.trust_remote_code) == ("/opt/venv/bin/python", 4, True)
     assert run.server.args == {
         "model-loader-extra-config": '{"a": true}',
-        "mem-fraction-static": 0.9,
+        "mem-fraction-static": "0.90",
         "cuda-graph-bs": [1, 2, 4, 8],
         "chunked-prefill-size": -1,
         "tool-call-parser": "kimi_k2",
@@ -105,7 +105,12 @@ def test_ways_to_start(tmp_path: Path, script: str, python: str, env: dict[str, 
 @pytest.mark.parametrize(
     ("words", "args"),
     [
-        ("--a 1 --b=0.5 --c 1e-3", {"a": 1, "b": 0.5, "c": 0.001}),
+        ("--a 1 --b=0.5 --c 1e-3", {"a": 1, "b": 0.5, "c": "1e-3"}),
+        (
+            "--served-model-name 1.10 --revision 1e3 --a 1e-05",
+            {"served-model-name": "1.10", "revision": "1e3", "a": 1e-5},
+        ),
+        ('--a ${X:-${Y:-/x}} --b "${X:-${V:-}s}"', {"a": "/x", "b": "1 2s"}),
         ("--a 007 --b 1.2.3 --c true", {"a": "007", "b": "1.2.3", "c": "true"}),
         ("--a '' --b \"x # y\" # z", {"a": "", "b": "x # y"}),
         ("--lora-paths a=/b c=/d", {"lora-paths": ["a=/b", "c=/d"]}),
@@ -134,6 +139,8 @@ def test_values(tmp_path: Path, words: str, args: dict[str, object] | None) -> N
             "cannot be evaluated here; write what it gives (needed for HOSTNAME)",
         ),
         (SERVE.replace("/m", "$MODEL_DIR"), "launch.sh line 1: $MODEL_DIR is not set in the script"),
+        (SERVE + " --a ${X:-$NONE}", "launch.sh line 1: $NONE is not set in the script"),
+        (SERVE + " --pp-size 2", "server.args: pp-size: no process of a pipeline sees all layers"),
         (SERVE.replace("/m", "$1"), "launch.sh line 1: $1 is only known when the script runs"),
         (SERVE + " --a 'x", "launch.sh line 1: a quote ' is not closed"),
         (SERVE + ' --a "x', 'launch.sh line 1: a quote " is not closed'),
@@ -155,6 +162,15 @@ def test_refusals(tmp_path: Path, script: str, text: str) -> None:
 
 def test_command_substitution_that_does_not_matter(tmp_path: Path) -> None:
     assert server(tmp_path, "NOW=$(date +%s)\necho $NOW `uname`\n" + SERVE).args == {}
+
+
+def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
+    script = f'export HF_TOKEN=$(cat t) MY_API_KEY=abc TOKENIZERS_PARALLELISM=1\n{SERVE} --dp 2 --ssl-keyfile k "$@"'
+    run, text = loaded(tmp_path, script + " --nnodes 1 --node-rank 0")
+    assert (run.server.env, run.server.args) == ({"TOKENIZERS_PARALLELISM": "1"}, {})
+    assert "abc" not in text
+    for name in ("HF_TOKEN", "MY_API_KEY", "--dp 2", "--ssl-keyfile", '"$@"', "--nnodes 1", "--node-rank 0"):
+        assert f"# - {name}: left out" in text
 
 
 def test_missing_script(tmp_path: Path) -> None:

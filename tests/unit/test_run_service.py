@@ -1,7 +1,9 @@
 """Services: a tiny web server that steps lease."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,24 @@ def test_a_service_that_keeps_dying_fails_the_step(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("eyas.run.service.RESTARTS", 1)
     code, seen = toyrun.run(tmp_path, {"first": {"die": 9}}, steps=STEPS[:1], services=WEB)
     assert code == 2
-    assert "service web died 2 times, at last: first lost it; log: " in (seen.views["first"].error or "")
+    assert "service web died 2 times, at last: first lost it: ended without a word; log: " in (
+        seen.views["first"].error or ""
+    )
+
+
+def test_a_service_that_ended_for_good_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.Child, "exit", _refusing(process.Child.exit))
+    code, seen = toyrun.run(tmp_path, {"first": {"die": 9}}, steps=STEPS[:1], services=WEB)
+    assert (code, seen.views["first"].error) == (2, "service web: out of memory")
+    (folder,) = services(tmp_path)
+    assert json.loads((folder / "process.json").read_text())["attempt"] == 1
+
+
+def _refusing(how: Callable[[process.Child], dict[str, Any]]) -> Callable[[process.Child], dict[str, Any]]:
+    def ended(child: process.Child) -> dict[str, Any]:
+        return {"code": 2, "error": "out of memory"} if "services" in child.folder.parts else how(child)
+
+    return ended
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 
 from eyas.bench import baseline
 from eyas.bench import served as bench
-from eyas.capture import flow, served
+from eyas.capture import flow, preflight, served
+from eyas.capture.witness import Witness
 from eyas.config import parse
 from eyas.decode import replay
 from eyas.draft import export, vocabulary
@@ -23,6 +24,7 @@ from eyas.engines.sglang.answers import Answered, to_line
 from eyas.errors import UserError
 from eyas.progress import Silent
 from eyas.spec import StepSpec
+from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
 from eyas.train import step as train
 from fakesglang import FakeServer
@@ -339,8 +341,23 @@ def test_a_server_that_cannot_be_captured_from_is_refused(steps, fake):
 def test_too_little_room_is_found_before_the_run(steps, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("eyas.capture.preflight.shutil.disk_usage", lambda path: usage(0, 0, 1000))
-    with pytest.raises(UserError, match=r"root: 0 MiB are free, captures on their way need 0 MiB: free some space"):
+    with pytest.raises(UserError, match=r"root: 1000 bytes are free, captures on their way need \d+\.\d KiB: free"):
         steps.capture()
+    assert [preflight.size(n) for n in (1, 2048, 3 << 20, 5 << 29)] == ["1 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
+
+
+def test_room_is_wanted_only_for_what_is_left(steps, fake, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "eyas.capture.preflight.require_space", lambda roots, out, under_way, states: asked.append(states)
+    )
+    fake.dies_after = 20
+    with pytest.raises(SystemExit):
+        steps.capture()
+    steps.fake = again = FakeServer(fake.model, steps.root / "again")
+    steps.capture()
+    again.close()
+    assert 0 < asked[1] < asked[0]
 
 
 def test_little_room_slows_but_does_not_stop(steps, fake, monkeypatch):
@@ -356,19 +373,58 @@ def test_little_room_slows_but_does_not_stop(steps, fake, monkeypatch):
 
 def test_a_run_of_failures_stops_early_and_is_forgotten(steps, fake):
     steps.config["capture"]["max_quarantined"] = 0.01
-    flow_limit = flow.EARLY
-    flow.EARLY = 8
-    try:
-        fake.fault = lambda wanted, tensors, server: (
-            nan(wanted, tensors, server) if "-sample-" in wanted.name else tensors
-        )
-        with pytest.raises(UserError, match=r"of \d+ samples failed their proofs.*finite: the first layer"):
-            steps.capture()
-        assert len(fake.seen) < sum(COUNTS.values())
-        fake.fault = lambda wanted, tensors, server: tensors
-        assert steps.capture()["quarantined"] == 0
-    finally:
-        flow.EARLY = flow_limit
+    fake.fault = lambda wanted, tensors, server: nan(wanted, tensors, server) if "-sample-" in wanted.name else tensors
+    with pytest.raises(UserError, match=r"1 of \d+ samples failed their proofs.*finite: the first layer"):
+        steps.capture()
+    assert len(fake.seen) < sum(COUNTS.values())
+    fake.fault = lambda wanted, tensors, server: tensors
+    result = steps.capture()
+    assert result["quarantined"] == 0
+    assert all(count["failed"] == 0 for count in result["proofs"].values())
+
+
+def test_what_was_lost_is_asked_for_anew_by_a_later_attempt(steps, fake, monkeypatch):
+    fake.fault = lambda wanted, tensors, server: (
+        fails(wanted, tensors, server) if "-sample-" in wanted.name else tensors
+    )
+    with pytest.raises(UserError, match=r"samples failed their proofs.*lost: nothing was written for 60 s"):
+        steps.capture()
+    assert len([body for body in fake.seen if "-sample-" in body["rid"]]) > sum(COUNTS.values())  # each one twice
+    assert not (steps.root / "capture" / flow.QUARANTINED).exists()
+    fake.fault = lambda wanted, tensors, server: tensors
+    assert steps.capture()["quarantined"] == 0
+
+
+def test_a_file_that_is_gone_is_lost_and_not_wrong(steps, fake, monkeypatch):
+    read, hit = flow.capturefile.read, []
+
+    def gone(path, root):
+        if "-sample-" in path.name and len(hit) < 3:
+            hit.append(path)
+            path.unlink()
+        return read(path, root)
+
+    monkeypatch.setattr(flow.capturefile, "read", gone)
+    result = steps.capture()
+    assert len(hit) == 3
+    assert result["quarantined"] == 0
+    assert result["samples"] == sum(len(row.answer) > 1 for rows in steps.rows.values() for row in rows)
+
+
+def test_proofs_are_counted_with_each_shard(steps, fake, monkeypatch):
+    counted = []
+
+    def killed(path, value):
+        if path.name == flow.COUNTS:
+            counted.append((len(list(path.parent.glob("shards/*.safetensors"))), value["greedy"]["checked"]))
+        write_json(path, value)
+
+    write_json = flow.write_json
+    monkeypatch.setattr(flow, "write_json", killed)
+    steps.capture()
+    assert len(counted) > 2
+    assert counted[0][0] <= 2
+    assert counted[0][1] > 0
 
 
 def test_a_later_attempt_goes_on_by_key(steps, fake):
@@ -415,3 +471,18 @@ def test_the_servers_own_log_probabilities_bear_witness(steps, fake):
     result = steps.capture()
     assert result["proofs"]["witness"]["checked"] == 6
     assert result["proofs"]["witness"]["worst"] < 1e-4
+
+
+def test_the_witness_sees_a_single_row(steps, fake):
+    head = fake.target.head
+    ids = list(range(1, 200))
+    states = fake.states(ids)
+    none = torch.full((len(ids),), -1)
+    sample = Sample("k", torch.tensor(ids), none > 0, states["aux"], states["last"], none)
+    witness = Witness(head, fake.info)
+    assert witness.check(fake.url, sample) is None
+    sample.last[100] = sample.last[20]
+    assert "nats at position 100, 99% of them by up to" in witness.check(fake.url, sample)
+    sample.last[100] = torch.nan
+    assert "at position 100" in witness.check(fake.url, sample)
+    assert (witness.count["checked"], witness.count["failed"]) == (3, 2)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from eyas.config import Flag, Server
-from eyas.engines.sglang import command, kept, server
+from eyas.engines.sglang import command, crash, kept, server
 from eyas.errors import UserError
 from eyas.progress import Silent
 
@@ -105,7 +105,7 @@ def test_a_server_starts_answers_and_leaves_nothing(tmp_path: Path) -> None:
             "out of memory (torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.): lower",
         ),
         ("fault", "the server did not start: ValueError: no such kernel; log: "),
-        ("kill", "killed by the system, most likely for want of memory; log: "),
+        ("kill", "killed by the system (for want of memory?) or by somebody; log: "),
         ("no plugin", "the capture plugin was not loaded by rank 0 of the server; log: "),
         ("problem", "the capture plugin cannot capture from this server: layers cannot be told; log: "),
     ],
@@ -118,6 +118,24 @@ def test_a_start_that_fails_says_why(tmp_path: Path, mode: str, text: str) -> No
     assert processes(tmp_path / "s") == []
 
 
+def test_no_capture_root_is_left_of_a_start_that_fails(tmp_path: Path) -> None:
+    config = fake(tmp=tmp_path, python="/nowhere/python")
+    with pytest.raises(UserError), server.started(config, MODEL, "auto", tmp_path / "s", Said()):
+        pytest.fail("started")
+    assert list((tmp_path / f"eyas-{os.getuid()}").iterdir()) == []
+
+
+def test_what_a_server_survived_did_not_end_it() -> None:
+    old = [
+        "RuntimeError: CUDA out of memory",
+        '[2026-11-30 19:06:19] INFO: 1.2.3.4:5 - "POST /generate HTTP/1.1" 200 OK',
+    ]
+    assert crash.cause(old) is None
+    assert crash.cause(["[2026-11-30 19:06:19] retrying, out of memory is near"]) is None
+    assert crash.cause([*old, "Traceback (most recent call last):", "  File", "ValueError: odd"]) == "ValueError: odd"
+    assert crash.by_code(137) == "killed by the system (for want of memory?) or by somebody"
+
+
 def test_flags_and_interpreters_that_are_wrong(tmp_path: Path) -> None:
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
@@ -127,6 +145,7 @@ def test_flags_and_interpreters_that_are_wrong(tmp_path: Path) -> None:
         ({"python": "/nowhere/python"}, "server.python: /nowhere/python is not there or cannot be run"),
         ({"env": {"PYTHONPATH": ""}}, f"{sys.executable} has no SGLang: name the interpreter that has it"),
         ({"port": taken.getsockname()[1]}, "is in use: end what listens there"),
+        ({"captures": "/proc/x"}, "server.captures: cannot make /proc/x/eyas-"),
         ({"args": {"api-key": "x"}}, "server.args api-key: eyas asks without one"),
     ):
         with (

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from eyas.engines import target as targets
 from eyas.engines.sglang import info, install, kept, server, service
+from eyas.engines.sglang.http import ServerDied
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.plan import code
@@ -184,6 +187,7 @@ def test_existing_servers_need_their_roots(tmp_path: Path) -> None:
         (["http://a", "http://b"], str(tmp_path), "names 1 capture roots for 2 servers"),
         (["http://a", "http://b"], [str(tmp_path), str(tmp_path / ".")], "cannot write into one capture root"),
         ("a:30000", str(tmp_path), "'a:30000' is no address of a server; write http://host:port"),
+        ("http://a:99999", str(tmp_path), "'http://a:99999' is no address of a server"),
         ("http://a", str(tmp_path / "none"), "is no folder on this machine"),
     ):
         config = fake(tmp=tmp_path).model_copy(update={"url": url, "captures": captures})
@@ -217,8 +221,47 @@ def test_servers_that_cannot_be_captured_from(changes: dict[str, Any], longest: 
 
 
 def test_what_is_no_server(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"http://127.0.0.1:1: does not say what it serves .* is it SGLang"):
+    with pytest.raises(ServerDied, match=r"http://127.0.0.1:1 does not answer any more"):
         info.read("http://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"http://127.0.0.1:1 does not answer any more .*: start that server"):
+        info.first("http://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"http://no.host.invalid:1: this host is not known here"):
+        info.read("http://no.host.invalid:1")
+
+
+@contextlib.contextmanager
+def web(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_GET": answer, "log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as one:
+        threading.Thread(target=one.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{one.server_port}"
+        one.shutdown()
+
+
+def test_plain_web_servers_and_busy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "PAUSE_SECONDS", 0.01)
+
+    def html(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b"<html>")
+
+    tries = []
+
+    def busy(handler: BaseHTTPRequestHandler) -> None:
+        tries.append(handler.path)
+        said = {"version": "1", "max_total_num_tokens": 9, "context_length": 9, "model_path": "/m"}
+        handler.send_response(200 if len(tries) > 2 else 503)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(said).encode())
+
+    for answer in (html, lambda handler: handler.send_error(404), lambda handler: handler.send_error(501)):
+        with web(answer) as url, pytest.raises(UserError, match="is it SGLang"):
+            info.read(url)
+    with web(busy) as url:
+        assert info.read(url).kv_tokens == 9
+    with web(lambda handler: handler.connection.close()) as url, pytest.raises(ServerDied):
+        info.read(url)
 
 
 def test_eyas_plugin(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +35,25 @@ WRITERS = 2
 """Shards written at once: one thread alone writes not much faster than a large server captures."""
 GROUP, GROUP_BYTES = 16, 256 << 20
 """Samples whose head products are computed together: the head is read once for all of them."""
-EARLY, EARLY_FAILED = 50, 3
-"""A run stops once so many samples have been seen, so many have failed, and the share is above what may fail."""
 QUARANTINED, COUNTS = "quarantined.jsonl", "proofs.json"
+
+
+@contextlib.contextmanager
+def forgiving(out: Path) -> Iterator[None]:
+    """Forget the quarantine where a UserError stops the step: once that is mended, its samples are asked for anew.
+
+    What they failed is no longer counted either.
+    """
+    try:
+        yield
+    except UserError:
+        if (out / QUARANTINED).exists() and (out / COUNTS).exists():
+            counts = read_json(out / COUNTS)
+            for count in counts.values():
+                count |= {"checked": count["checked"] - count["failed"], "failed": 0}
+            write_json(out / COUNTS, counts)
+        (out / QUARANTINED).unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,8 @@ class Proven:
     path: Path
     sample: Sample | None
     reason: str | None
+    gone: bool = False
+    """Its file is no longer there, as after the death of a server that eyas started: lost, not wrong."""
 
 
 class Flow:
@@ -85,8 +104,8 @@ class Flow:
         self.quarantined: dict[str, list[Quarantined]] = {split: [] for split in stored}
         self.seconds = {"server": 0.0, "proofs": 0.0, "write": 0.0, "recapture": 0.0}
         self.tokens = 0
-        self._lock = threading.Lock()
-        self._seen = dict.fromkeys(stored, 0)
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._total = dict.fromkeys(stored, 0)
         self._ready: dict[str, list[Proven]] = {split: [] for split in stored}
         self._number = dict.fromkeys(stored, 0)
         self._roots = [end.root for end in ends if end.root is not None]
@@ -104,6 +123,8 @@ class Flow:
         (self._out / "shards").mkdir(exist_ok=True)
         self._sweep()
         wanted = {want.key for want in wants}
+        for split in self._total:
+            self._total[split] = sum(want.split == split for want in wants)
         for path in sorted((self._out / "shards").glob("*.safetensors")):
             split, _, number = path.stem.partition("-")
             self._number[split] = max(self._number[split], int(number) + 1)
@@ -123,10 +144,14 @@ class Flow:
                 self.quarantined[row["split"]].append(Quarantined(row["key"], row["reason"]))
             except (ValueError, KeyError):
                 continue  # cut short when the attempt was ended; that sample is captured again
-        for split, parts in self.shards.items():
-            self._seen[split] = sum(map(len, parts)) + len(self.quarantined[split])
         if (self._out / COUNTS).exists():
             self._proofs.add(read_json(self._out / COUNTS))
+
+    def left(self, wants: Sequence[Want]) -> list[Want]:
+        """Those that are neither kept nor quarantined yet."""
+        kept = {key for parts in self.shards.values() for part in parts for key in part.keys}
+        kept |= {one.key for failed in self.quarantined.values() for one in failed}
+        return [want for want in wants if want.key not in kept]
 
     def request(self, want: Want, kind: str = "sample") -> Request:
         """The request for a sample."""
@@ -138,9 +163,7 @@ class Flow:
         What is lost on the way is asked for once more at the end. Raises UserError: too many failed; ServerDied: then
         what was proven is kept.
         """
-        kept = {key for parts in self.shards.values() for part in parts for key in part.keys}
-        kept |= {one.key for failed in self.quarantined.values() for one in failed}
-        left = [want for want in wants if want.key not in kept]
+        left = self.left(wants)
         progress.total(
             sum(len(w.ids) for w in wants), "tokens", sum(len(w.ids) for w in wants) - sum(len(w.ids) for w in left)
         )
@@ -150,12 +173,8 @@ class Flow:
             if lost:
                 progress.milestone(f"capturing {len(lost)} lost samples again ({lost[0][1]})")
                 lost = self._pass([want for want, _ in lost], concurrency, progress)
-            for want, reason in lost:
-                self._fail(want, f"lost: {reason}")
-        except UserError:
-            # So that the next attempt, after whatever was mended, is not stopped by these failures.
-            (self._out / QUARANTINED).unlink(missing_ok=True)
-            raise
+            for want, reason in lost:  # not written down: a later attempt asks for them anew
+                self.quarantined[want.split].append(Quarantined(want.key, f"lost: {reason}"))
         finally:
             self._sweep()
 
@@ -186,7 +205,6 @@ class Flow:
                     progress.advance(len(want.ids))
                     if isinstance(reply, Lost):
                         lost.append((want, reply.reason))
-                        self._require_few(want.split, [Quarantined(w.key, why) for w, why in lost])
                         continue
                     self.seconds["server"] += time.perf_counter() - began
                     began = time.perf_counter()
@@ -196,11 +214,11 @@ class Flow:
                         waiting.append(provers.submit(self._prove, group))
                         group = []
                     while waiting and (waiting[0].done() or self._crowded(len(waiting), cores)):
-                        self._take(waiting.popleft().result(), writer, writing)
+                        self._take(waiting.popleft().result(), lost, writer, writing)
                 if group:
                     waiting.append(provers.submit(self._prove, group))
                 while waiting:
-                    self._take(waiting.popleft().result(), writer, writing)
+                    self._take(waiting.popleft().result(), lost, writer, writing)
             except (ServerDied, UserError):
                 self._flush_all(writer, writing)
                 raise
@@ -231,7 +249,7 @@ class Flow:
         try:
             captured = capturefile.read(reply.path, reply.path.parent)
         except UserError as error:
-            return Proven(want, reply.path, None, f"file: {error}")
+            return Proven(want, reply.path, None, f"file: {error}", gone=not os.path.lexists(reply.path))
         ids = torch.tensor(want.ids)
         if not torch.equal(captured.ids, ids):
             return Proven(want, reply.path, None, "ids: the forward pass saw other ids than were sent")
@@ -244,15 +262,26 @@ class Flow:
         choice[-1] = reply.token
         return Proven(want, reply.path, Sample(want.key, ids, answer, captured.aux, captured.last, choice), None)
 
-    def _take(self, proven: list[Proven], writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
-        """Sort proven captures into shards and quarantine."""
+    def _take(
+        self,
+        proven: list[Proven],
+        lost: list[tuple[Want, str]],
+        writer: ThreadPoolExecutor,
+        writing: deque[Future[None]],
+    ) -> None:
+        """Sort proven captures into shards, quarantine and `lost`.
+
+        Raises UserError as soon as more of a split have failed than may fail of all its samples.
+        """
         for one in proven:
             split = one.want.split
-            self._seen[split] += 1
+            if one.gone:
+                lost.append((one.want, f"its file is gone: {one.path}"))
+                continue
             if one.reason is not None:
                 self._fail(one.want, one.reason)
                 one.path.unlink(missing_ok=True)
-                self._require_few(split, self.quarantined[split])
+                require_share(self.quarantined[split], self._total[split], self._limit)
                 continue
             ready = self._ready[split]
             ready.append(one)
@@ -274,7 +303,7 @@ class Flow:
             self._flush(split, writer, writing)
         while writing:
             writing.popleft().result()
-        write_json(self._out / COUNTS, self._proofs.counts())
+        self._write_counts()
 
     def _write(self, split: str, path: Path, ready: list[Proven]) -> None:
         """Write a shard, then delete its captures; on a thread."""
@@ -283,6 +312,7 @@ class Flow:
         for one in ready:
             one.path.unlink(missing_ok=True)
         made = Shard(path)
+        self._write_counts()
         with self._lock:
             self.shards[split].append(made)
             self.shards[split].sort(key=lambda one: one.path)
@@ -292,12 +322,11 @@ class Flow:
         self.quarantined[want.split].append(Quarantined(want.key, reason))
         with (self._out / QUARANTINED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"split": want.split, "key": want.key, "reason": reason}) + "\n")
+        self._write_counts()
 
-    def _require_few(self, split: str, failed: list[Quarantined]) -> None:
-        """Stop as soon as it is clear that too many fail."""
-        seen = sum(self._seen.values()) if failed is not self.quarantined[split] else self._seen[split]
-        if seen + len(failed) >= EARLY and len(failed) >= EARLY_FAILED:
-            require_share(failed, max(seen, len(failed)), self._limit)
+    def _write_counts(self) -> None:
+        with self._counting:
+            write_json(self._out / COUNTS, self._proofs.counts())
 
     def _bytes(self, wants: Iterable[Want]) -> int:
         return (
@@ -307,5 +336,4 @@ class Flow:
     def _sweep(self) -> None:
         """Delete captures of this step that nobody will read, an ended attempt's among them."""
         for root in self._roots:
-            for path in root.glob(f"{self._ours}-*"):
-                path.unlink(missing_ok=True)
+            client.sweep(root, f"{self._ours}-")

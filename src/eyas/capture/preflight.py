@@ -58,21 +58,29 @@ def require_plugin(
     return first
 
 
-def require_space(roots: Sequence[Path], out: Path, tokens: int, longest: int, token_bytes: int, stored: int) -> None:
-    """Room for one capture under each root, and for `tokens` tokens of `stored` bytes where the shards go.
+def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int) -> None:
+    """Room for `under_way` bytes of captures under each root, and for `states` bytes where the shards go.
 
     Raises UserError: the folder, what is free and what is needed [Model-Optimizer PR 2080, h2o-llmstudio 214].
     """
     for folder, needed, why in [
-        *((root, 2 * longest * token_bytes, "captures on their way") for root in roots),
-        (out, tokens * stored, "the states of this run"),
+        *((root, under_way, "captures on their way") for root in roots),
+        (out, states, "the states of this run"),
     ]:
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(
-                f"{folder}: {free / 2**20:,.0f} MiB are free, {why} need {needed / 2**20:,.0f} MiB: free some space"
+                f"{folder}: {size(free)} are free, {why} need {size(needed)}: free some space"
                 + (", or name another folder in server.captures" if folder in roots else "")
             )
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):,.1f} {unit}"
+    return f"{count} bytes"
 
 
 def require_equal_ranks(endpoint: Endpoint, about: ServerInfo, request: Request, vocab_size: int) -> None:

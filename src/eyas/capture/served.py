@@ -18,7 +18,7 @@ import torch
 
 from eyas.capture import keep, preflight
 from eyas.capture.contract import FORMAT, Contract
-from eyas.capture.flow import Flow, Want
+from eyas.capture.flow import Flow, Want, forgiving
 from eyas.capture.proofs import Proofs, require_share
 from eyas.capture.witness import Witness
 from eyas.config import Capture, Engine, Server
@@ -64,13 +64,20 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry; leases `server`. Raises UserError: no plugin, no room, too many samples failed, an empty split."""
     if (out / FIGURES).exists():  # an earlier attempt ended between its last act and the runner's
         return _finished(out)
+    with forgiving(out):
+        return _run(spec, out, progress)
+
+
+def _run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     config = spec.section(Capture)
     torch.set_num_threads(1)  # samples are proven side by side
     with client.leased():
         sources = look(spec)
         wants, dropped = read_wants(spec.inputs["answers"], sources)
         stored = {"train": _stored(config, sources.dtype), "heldout": sources.dtype}
-        _preflight(sources, wants, stored["train"], out)
+        longest = max(len(want.ids) for want in wants)
+        for about in sources.about:
+            info.require_capturable(about, longest, sources.target.vocab_size)
         progress.milestone("reading the target's head")
         head = read_head(sources, pick_device(spec.section(Engine)))
         proofs = Proofs(head, decoded=True)
@@ -85,6 +92,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
             config.max_quarantined,
         )
         flow.resume(wants)
+        _require_space(sources, flow.left(wants), longest, stored, out)
         for end, about in zip(sources.ends, sources.about, strict=True):
             middle = sorted(wants, key=lambda want: len(want.ids))[len(wants) // 2]
             preflight.require_equal_ranks(end, about, flow.request(middle, "ranks"), sources.target.vocab_size)
@@ -202,23 +210,28 @@ def capture_again(
 
 
 def alone(flow: Flow, end: Endpoint, split: str, sample: Sample) -> Sample | str:
-    """A second capture of a sample's ids, or why there is none."""
+    """A second capture of a sample's ids, or why there is none. What is lost, or gone before it was read, is asked for
+    once more. Raises ServerDied."""
     assert end.root is not None
-    request = flow.request(Want(split, sample.key, sample.ids.tolist(), 0), "again")
-    vocab_size = flow.target.vocab_size
-    for reply in client.capture([end], [request], info=flow.about, concurrency=1, vocab_size=vocab_size):
+    why = ""
+    for kind in ("again", "once-more"):
+        request = flow.request(Want(split, sample.key, sample.ids.tolist(), 0), kind)
+        vocab_size = flow.target.vocab_size
+        (reply,) = client.capture([end], [request], info=flow.about, concurrency=1, vocab_size=vocab_size)
         if isinstance(reply, Lost):
-            return f"recaptured: {reply.reason}"
+            why = f"recaptured: {reply.reason}"
+            continue
         try:
             captured = capturefile.read(reply.path, end.root)
         except UserError as error:
-            return f"recaptured: {error}"
+            why = f"recaptured: {error}"
+            continue
         finally:
             reply.path.unlink(missing_ok=True)
         if captured.ids.tolist() != request.ids:
             return "recaptured: the forward pass saw other ids than were sent"
         return replace(to_sample(sample.key, captured, reply.token), answer=sample.answer)
-    raise AssertionError("neither a reply nor a loss")
+    return why
 
 
 def contract(spec: StepSpec, sources: Sources, stored: torch.dtype) -> Contract:
@@ -248,14 +261,14 @@ def contract(spec: StepSpec, sources: Sources, stored: torch.dtype) -> Contract:
     )
 
 
-def _preflight(sources: Sources, wants: Sequence[Want], stored: torch.dtype, out: Path) -> None:
-    longest = max(len(want.ids) for want in wants)
-    for about in sources.about:
-        info.require_capturable(about, longest, sources.target.vocab_size)
+def _require_space(
+    sources: Sources, left: Sequence[Want], longest: int, stored: dict[str, torch.dtype], out: Path
+) -> None:
+    """Room for what is left to be captured; an earlier attempt's shards lie there already."""
     token = 4 * sources.target.hidden_size
     roots = [end.root for end in sources.ends if end.root is not None]
-    tokens = sum(len(want.ids) for want in wants)
-    preflight.require_space(roots, out, tokens, longest, token * sources.dtype.itemsize, token * stored.itemsize)
+    states = sum(len(want.ids) * token * stored[want.split].itemsize for want in left)
+    preflight.require_space(roots, out, 2 * longest * token * sources.dtype.itemsize, states)
 
 
 def _stored(config: Capture, dtype: torch.dtype) -> torch.dtype:

@@ -14,11 +14,13 @@ from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.store.shard import Sample
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Median difference of log-probabilities, in nats. In bfloat16 logits around 20 are rounded to 0.125; a last state of
-another position or from before the norm differs by whole nats."""
-POSITIONS = 64
-"""Of a sample, evenly spread."""
+TOLERANCE = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.5, 2.5)}
+"""Differences of log-probabilities, in nats: of all positions but the worst 1 %, and of the worst. In bfloat16 logits
+between 32 and 64 are rounded by up to 0.125 on either side, and two passes have slightly other states, which shows most
+at improbable tokens; a last state of another position or from before the norm differs by whole nats."""
+QUANTILE = 0.99
+ROWS = 256
+"""Positions whose logits are in memory at once."""
 
 
 class Witness:
@@ -46,21 +48,29 @@ class Witness:
             raise UserError(f"{url}: replies lack the prompt's input_token_logprobs: set capture.witness: false")
         if len(ids) < 2:
             return None
-        places = torch.linspace(0, len(ids) - 2, min(POSITIONS, len(ids) - 1)).round().long()
-        logits = (sample.last[places].to(self._head.device, self._head.dtype) @ self._head.T)[:, : self._vocab_size]
-        ours = logits.float().log_softmax(-1).cpu()[torch.arange(len(places)), sample.ids[places + 1]]
+        places = torch.tensor([place for place in range(len(ids) - 1) if said[place + 1][0] is not None])
+        if not len(places):
+            raise UserError(f"{url}: the prompt's input_token_logprobs are empty: set capture.witness: false")
         theirs = torch.tensor([said[place + 1][0] for place in places.tolist()])
-        error = float((ours - theirs).abs().median())
-        tolerance = TOLERANCE[max(sample.last.dtype, self._head.dtype, key=lambda dtype: torch.finfo(dtype).eps)]
-        failed = not error <= tolerance
+        errors = (torch.cat([self._said(sample, part) for part in places.split(ROWS)]) - theirs).abs()
+        errors = errors.nan_to_num(torch.finfo(errors.dtype).max)
+        most, largest = TOLERANCE[max(sample.last.dtype, self._head.dtype, key=lambda dtype: torch.finfo(dtype).eps)]
+        worst, usual = float(errors.max()), float(errors.quantile(QUANTILE, interpolation="lower"))
         self.count["checked"] += 1
-        self.count["failed"] += failed
-        self.count["worst"] = max(self.count["worst"] or 0.0, error)
-        if not failed:
+        self.count["worst"] = max(self.count["worst"] or 0.0, worst)
+        if usual <= most and worst <= largest:
             return None
+        self.count["failed"] += 1
         return (
-            f"witness: the server's log-probabilities differ by {error:.2g} nats in the median, above {tolerance:.2g}"
+            f"witness: the server's log-probabilities differ by {worst:.2g} nats at position "
+            f"{int(places[errors.argmax()])}, {QUANTILE:.0%} of them by up to {usual:.2g}; {largest:g} and {most:g} "
+            "are allowed"
         )
+
+    def _said(self, sample: Sample, places: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities, by the captured states, of the tokens that follow `places`."""
+        logits = (sample.last[places].to(self._head.device, self._head.dtype) @ self._head.T)[:, : self._vocab_size]
+        return logits.float().log_softmax(-1).cpu()[torch.arange(len(places)), sample.ids[places + 1]]
 
 
 def body(ids: list[int]) -> dict[str, Any]:

@@ -165,13 +165,9 @@ class Executor:
             code, error = FAULT, "it said that it was finished, but there is no output"
         if code == SERVICE_DIED and self.planned[name].step.leases:
             try:
-                for lease in self.planned[name].step.leases:
-                    self.services[lease].count_restart(
-                        f"{name} lost it; log: {self.services[lease].folder.path / 'log.txt'}"
-                    )
-                    self.services[lease].end()
-                self.watcher.note(f"{name} lost a service: both are started again")
-                self._become(name, "waiting", "lost a service")
+                lost = ", ".join(self.services[lease].lost(name) for lease in self.planned[name].step.leases)
+                self.watcher.note(f"{name} lost a service ({lost}): both are started again")
+                self._become(name, "waiting", f"lost a service ({lost})")
             except UserError as gone:
                 self._fail(name, USER_ERROR, str(gone))
         elif code == 0:

@@ -4,6 +4,8 @@ The runner starts a service before the first step that leases it, and ends its p
 A service that dies is started again, together with the step that noticed (exit code 75), at most three times.
 """
 
+import time
+
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.plan.digests import Plan, Planned
@@ -12,6 +14,8 @@ from eyas.run.folder import RunFolder, StepFolder, read_or_empty
 
 SERVICE_DIED = 75
 RESTARTS = 3
+LAST_WORDS_SECONDS = 8.0
+"""How long a service that a step lost may take to say why: a server ends its processes first."""
 
 
 class Service:
@@ -36,13 +40,34 @@ class Service:
         if self.child is None:
             self._start()
         elif not self.child.running():
-            ended = self.child.exit()
-            self.child = None
-            if ended["code"] == 2:
-                raise UserError(f"service {self.name}: {ended['error']}")
-            self.count_restart(f"{ended['error']}; log: {self.folder.path / 'log.txt'}")
+            self.count_restart(f"{self._ended(self.child)}; log: {self.folder.path / 'log.txt'}")
             self._start()
         return read_or_empty(self.folder.path / "ready.json") or None
+
+    def lost(self, step: str) -> str:
+        """End it, since a step lost it, and allow one more start; its name and what it says of its end.
+
+        Raises UserError: its own one, which another start would not change, or this was the last start.
+        """
+        why, deadline = "", time.monotonic() + LAST_WORDS_SECONDS
+        try:
+            while self.child is not None and self.child.running() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if self.child is not None and not self.child.running():
+                why = f": {self._ended(self.child)}"
+        finally:
+            self.end()
+        self.count_restart(f"{step} lost it{why}; log: {self.folder.path / 'log.txt'}")
+        return f"{self.name}{why}"
+
+    def _ended(self, child: process.Child) -> str:
+        """Take in how it ended. Raises UserError: by one of its own, which another start would not change."""
+        ended = child.exit()
+        process.end([child])
+        self.child = None
+        if ended["code"] == 2:
+            raise UserError(f"service {self.name}: {ended['error']}")
+        return str(ended["error"])
 
     def count_restart(self, why: str) -> None:
         """Allow one more restart. Raises UserError after the third."""

@@ -11,8 +11,10 @@ from eyas.capture import proofs
 from eyas.engines.sglang import capturefile, client
 from eyas.engines.sglang.client import Lost, Request
 from eyas.engines.sglang.info import ServerInfo
-from eyas.engines.sglang.plugin.protocol import Wanted
+from eyas.engines.sglang.plugin.protocol import Wanted, status_file
 from eyas.engines.sglang.server import Endpoint
+from eyas.errors import UserError
+from eyas.files import read_json
 from eyas.store.shard import Sample
 
 SPARE_IDS = 16
@@ -104,24 +106,38 @@ def collect(
     *,
     concurrency: int,
     vocab_size: int,
+    prefix: str = "",
 ) -> dict[str, Sample]:
     """Capture `prompts` (name to ids), prove each, delete the files; what came back, by name.
 
-    Raises UserError, ServerDied.
+    `prefix`: of the names of requests and files, where the server may have others. The layers that a file names have to
+    be those that the plugin says, if it does. Raises UserError, ServerDied.
     """
     assert endpoint.root is not None
-    requests = [Request(Wanted(name, len(ids)), ids) for name, ids in prompts.items()]
+    requests = [Request(Wanted(prefix + name, len(ids)), ids) for name, ids in prompts.items()]
+    layers = _layers(endpoint)
     found = {}
     for reply in client.capture([endpoint], requests, info=info, concurrency=concurrency, vocab_size=vocab_size):
-        name = reply.request.wanted.name
+        name = reply.request.wanted.name.removeprefix(prefix)
         if isinstance(reply, Lost):
             tally.lost(name, reply.reason)
             continue
         captured = capturefile.read(reply.path, endpoint.root)
         reply.path.unlink(missing_ok=True)
+        if layers is not None and captured.layers != layers:
+            tally.lost(name, f"captured were the hidden_states {list(captured.layers)}, not {list(layers)}")
+            continue
         found[name] = to_sample(name, captured, reply.token)
         tally.look(found[name], reply.request.ids)
     return found
+
+
+def _layers(endpoint: Endpoint) -> tuple[int, ...] | None:
+    try:
+        said = read_json(status_file(endpoint.status, 0)) if endpoint.status is not None else {}
+        return tuple(said["layers"])
+    except (OSError, UserError, KeyError, TypeError):
+        return None
 
 
 def to_sample(key: str, captured: capturefile.Captured, token: int) -> Sample:

@@ -38,6 +38,7 @@ __all__ = [
     "generate",
     "leased",
     "space",
+    "sweep",
 ]
 
 TRIES = 3
@@ -45,6 +46,10 @@ PAUSE_SECONDS = 0.5
 """Before the second try; doubled before each further one."""
 HOOK_SECONDS = 5.0
 """How long after its reply a capture may leave no trace."""
+STALLED_SECONDS = 180.0
+"""How long a file may be unfinished and not grow; the plugin itself gives up sooner."""
+ALIVE_SECONDS = 3.0
+"""How often is asked whether the server lives, while its file is waited for."""
 CHUNKS = 4
 """Chunks of prompt under way to a server: one in the works, the others waiting behind it."""
 CHUNK_TOKENS = 8192
@@ -133,7 +138,7 @@ def ask(connection: Connection, body: dict[str, Any], timeout: float = 600.0) ->
             return _once(connection, body, timeout)
         except Transient as error:
             reason = str(error)
-            time.sleep(PAUSE_SECONDS * 2**turn)
+            connection.pause(PAUSE_SECONDS * 2**turn)
     raise UserError(f"{connection.url}: a request failed {TRIES} times, at last: {reason}")
 
 
@@ -146,7 +151,7 @@ def events(connection: Connection, body: dict[str, Any], timeout: float = 3600.0
             reason = "an empty stream"
         except Transient as error:
             reason = str(error)
-        time.sleep(PAUSE_SECONDS * 2**turn)
+        connection.pause(PAUSE_SECONDS * 2**turn)
     raise UserError(f"{connection.url}: a request failed {TRIES} times, at last: {reason}")
 
 
@@ -200,7 +205,8 @@ def _capture(connection: Connection, root: Path, request: Request, tp: int) -> R
         if turn:
             # Another name: the server may still be busy with the first one, or hold its id for a while.
             wanted = replace(request.wanted, name=f"{request.wanted.name}-{turn + 1}")
-            time.sleep(PAUSE_SECONDS * 2 ** (turn - 1))
+            connection.pause(PAUSE_SECONDS * 2 ** (turn - 1))
+        discard(wanted, root, tp)  # an earlier attempt's would be taken for this one's
         try:
             reply = _once(connection, _body(wanted, request.ids), 600.0)
             break
@@ -219,7 +225,7 @@ def _capture(connection: Connection, root: Path, request: Request, tp: int) -> R
         )
     elif meta["prompt_tokens"] != len(request.ids):
         problem = f"the server counts {meta['prompt_tokens']} tokens where {len(request.ids)} were sent"
-    problem = problem or _await(wanted, root, tp if wanted.every_rank else 1)
+    problem = problem or _await(connection, wanted, root, tp if wanted.every_rank else 1)
     if problem:
         discard(wanted, root, tp)
         return Lost(request, problem)
@@ -258,35 +264,62 @@ def _checked(url: str, reply: dict[str, Any]) -> tuple[Mapping[str, int], int]:
     return meta, ids[0]
 
 
-def _await(wanted: Wanted, root: Path, ranks: int) -> str:
-    """Wait until the capture's files are whole; why they will not come, else nothing."""
-    pause, sign = 0.002, time.monotonic()
+def _await(connection: Connection, wanted: Wanted, root: Path, ranks: int) -> str:
+    """Wait until the capture's files are whole; why they will not come, else nothing. Raises ServerDied, Stopped."""
+    pause, seen = 0.002, list[tuple[int, int]]()
+    sign = asked = time.monotonic()
     while True:
         # In this order: a file that is finished between two looks is seen by one of them.
-        writing = any(wanted.partial(root, rank).exists() for rank in range(ranks))
+        partials = _written(wanted, root, ranks)
         if all(wanted.file(root, rank).exists() for rank in range(ranks)):
             return ""
-        if (failed := wanted.failed(root)).exists():
+        with contextlib.suppress(FileNotFoundError):
             return (
-                failed.read_text(encoding="utf-8", errors="replace").strip()[:500]
+                wanted.failed(root).read_text(encoding="utf-8", errors="replace").strip()[:500]
                 or f"{root} is full: free some space, or name another folder in server.captures"
             )
-        if writing:
-            sign = time.monotonic()
-        elif time.monotonic() - sign > HOOK_SECONDS:
+        now = time.monotonic()
+        if partials != seen:
+            sign, seen = now, partials
+        silent = now - sign > (STALLED_SECONDS if partials else HOOK_SECONDS)
+        if silent or now - asked > ALIVE_SECONDS:
+            if not connection.lives():
+                raise ServerDied(f"{connection.url} does not answer any more, a capture was not finished")
+            asked = now
+        if silent and partials:
+            return f"the server stopped writing: its file under {root} has not grown for {STALLED_SECONDS:g} s"
+        if silent:
             return (
                 f"the hook did not fire: no file within {HOOK_SECONDS:g} s of the reply; is this server's capture root "
                 f"{root}, and is the plugin loaded in it?"
             )
-        time.sleep(pause)
+        connection.pause(pause)
         pause = min(0.05, 1.5 * pause)
+
+
+def _written(wanted: Wanted, root: Path, ranks: int) -> list[tuple[int, int]]:
+    """Size and time of the unfinished files."""
+    found = []
+    for rank in range(ranks):
+        with contextlib.suppress(FileNotFoundError):
+            stat = wanted.partial(root, rank).stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+    return found
 
 
 def discard(wanted: Wanted, root: Path, ranks: int = 1) -> None:
     """Delete what a capture left behind."""
-    ranked = range(ranks) if wanted.every_rank else range(1)
-    for path in [wanted.failed(root), *(wanted.file(root, rank) for rank in ranked)]:
-        path.unlink(missing_ok=True)
+    for rank in range(ranks if wanted.every_rank else 1):
+        for path in (wanted.partial(root, rank), wanted.file(root, rank)):
+            path.unlink(missing_ok=True)
+    wanted.failed(root).unlink(missing_ok=True)
+
+
+def sweep(root: Path, prefix: str) -> None:
+    """Delete all that captures left behind whose names begin with `prefix`."""
+    for pattern in (f"{prefix}*", f".{prefix}*"):
+        for path in root.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 class _Budget:

@@ -84,6 +84,8 @@ def environment(config: Server, on_cpu: bool, mark: str, folder: Path | None) ->
         path.insert(0, str(Path(__file__).parent / "cpu"))
         env.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         env.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        # Threads that spin at barriers make a server a hundred times slower on cores that do other work too.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if folder:
         path.insert(0, str((folder / "plugin").absolute()))
         env[VARIABLE] = str((folder / "orders.json").absolute())

@@ -12,12 +12,18 @@ _CONSEQUENCE = re.compile(
     r"|scheduler died|died during init|child failed|Initialization failed\. Please see the error messages",
     re.IGNORECASE,
 )
+_ALIVE = re.compile(r'The server is fired up|"(?:GET|POST|PUT|HEAD) \S+ HTTP/[\d.]+" 200')
+_EVIDENCE = re.compile(r"Error\b|Exception\b|\bERROR\b|\berror:|: No module named |\bwhat\(\):")
 _MEMORY = "out of memory|Not enough memory|leave no GPU memory|OutOfMemoryError|DefaultCPUAllocator|std::bad_alloc"
 
 
 def cause(lines: list[str], python: str = "python3") -> str | None:
-    """Why a server ended, in one line with a remedy where one is known; None when its log does not tell."""
-    text = "\n".join(lines)
+    """Why a server ended, in one line with a remedy where one is known; None when its log does not tell.
+
+    Only errors after the last sign of life count: what it survived did not end it.
+    """
+    lines = lines[max((at + 1 for at, line in enumerate(lines) if _ALIVE.search(line)), default=0) :]
+    text = "\n".join(line for line in lines if _EVIDENCE.search(line) and not line.startswith("  "))
     if found := re.search(r"error: unrecognized arguments: (.+)", text):
         return f"this SGLang does not know {found[1].strip()}: take it out of server.args"
     if found := re.search(r"^(?:sglang serve|\S*launch_server(?:\.py)?): error: (.+)", text, re.M):
@@ -41,7 +47,7 @@ def cause(lines: list[str], python: str = "python3") -> str | None:
 def by_code(code: int) -> str:
     """What an exit code alone tells; 128 + n: ended by signal n."""
     if code == 128 + signal.SIGKILL:
-        return "killed by the system, most likely for want of memory"
+        return "killed by the system (for want of memory?) or by somebody"
     return f"ended by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
 
 

@@ -81,7 +81,7 @@ def examine(config: RunConfig, progress: Progress, *, prove: bool = True, serve:
 def _examine_server(config: RunConfig, target: TargetInfo, folder: Path, progress: Progress) -> list[Check]:
     if config.server.url:
         endpoints = service.existing(config.server)
-        return list(check(endpoints, infos.read(endpoints[0].url), target, config.capture, progress))
+        return list(check(endpoints, infos.first(endpoints[0].url), target, config.capture, progress))
     layers = twin.custom_layers(config.capture, target)
     with server.started(
         config.server, target.folder, config.target.dtype, folder / "server", progress, layers=layers

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -51,11 +52,20 @@ class Examination:
         self._deadline = time.monotonic() + seconds
         self._speed: float | None = None
         """Prompt tokens a second, of the captures so far."""
+        self._prefix = f"doctor-{uuid.uuid4().hex[:12]}-"
+        """Of this examination's files: a run may be capturing from the same server."""
         self._skipped: set[str] = set()
         """What there was no time for."""
 
     def checks(self) -> Iterator[Check]:
         """All of them. Raises ServerDied, and UserError where the server refuses."""
+        assert self._endpoint.root is not None
+        try:
+            yield from self._checks()
+        finally:
+            client.sweep(self._endpoint.root, self._prefix)
+
+    def _checks(self) -> Iterator[Check]:
         most = longest(self._info)
         short = [n for n in SHORT if n <= most]
         chunk = self._info.chunk
@@ -106,6 +116,7 @@ class Examination:
             self._tally,
             concurrency=concurrency,
             vocab_size=self._target.vocab_size,
+            prefix=self._prefix,
         )
 
     def _time_for(self, tokens: int) -> bool:
@@ -183,7 +194,7 @@ class Examination:
         if self._info.tp == 1:
             return Check(name, None, "there is one rank only")
         ids = random_ids(min(RANKS_TOKENS, longest(self._info)), self._target.vocab_size, 7)
-        request = Request(Wanted("ranks", len(ids), every_rank=True), ids)
+        request = Request(Wanted(f"{self._prefix}ranks", len(ids), every_rank=True), ids)
         vocab = self._target.vocab_size
         reply = next(client.capture([self._endpoint], [request], info=self._info, concurrency=1, vocab_size=vocab))
         if not isinstance(reply, Reply):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,10 @@ class Transient(Exception):  # noqa: N818
     """The request failed, the server lives: worth another try."""
 
 
+class Stopped(Exception):  # noqa: N818
+    """The caller wants no more of this connection."""
+
+
 class Connection:
     """A connection to the server at `url`, made when it is needed and again when it has gone."""
 
@@ -34,6 +39,7 @@ class Connection:
         self._secure, self._path = parts.scheme == "https", parts.path
         self._host, self._port = parts.hostname, parts.port or (443 if self._secure else 80)
         self._open: http.client.HTTPConnection | None = None
+        self._stopped = threading.Event()
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
         """POST `body` as JSON; the reply.
@@ -83,13 +89,19 @@ class Connection:
         self._open = None
 
     def abort(self) -> None:
-        """End a request that another thread waits for."""
+        """End a request that another thread waits for; it, and each later one, raises Stopped."""
+        self._stopped.set()
         connection = self._open
         if connection is not None and connection.sock is not None:
             try:
                 connection.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises Stopped as soon as the connection is aborted."""
+        if self._stopped.wait(seconds):
+            raise Stopped(self.url)
 
     def _send(self, path: str, body: dict[str, Any], timeout: float) -> http.client.HTTPResponse:
         content = json.dumps(body, separators=(",", ":")).encode()
@@ -108,11 +120,13 @@ class Connection:
             raise self._broken(error, timeout) from error
 
     def _request(self, path: str, content: bytes, headers: dict[str, str], timeout: float) -> http.client.HTTPResponse:
+        self.pause(0)
         if self._open is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
             self._open = kind(self._host, self._port, timeout=CONNECT_SECONDS)
             self._open.connect()
             self._open.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.pause(0)  # what has no socket yet, `abort` cannot end
         self._open.sock.settimeout(timeout)
         self._open.request("POST", self._path + path, content, headers)
         return self._open.getresponse()
@@ -120,13 +134,15 @@ class Connection:
     def _broken(self, error: Exception, timeout: float) -> Exception:
         """What a broken connection means: a dead server, or one that lives and is worth another try."""
         self.close()
-        if not self._lives():
+        if self._stopped.is_set():
+            return Stopped(self.url)
+        if not self.lives():
             return ServerDied(f"{self.url} does not answer any more ({type(error).__name__}: {error})")
         if isinstance(error, TimeoutError):
             return Transient(f"no answer within {timeout:g} s")
         return Transient(f"the connection broke ({type(error).__name__}: {error})")
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
         """Whether anything listens. A server under a long prefill still does, whatever its health check says."""
         for turn in range(LIVE_TRIES):
             if turn:

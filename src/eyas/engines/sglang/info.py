@@ -1,16 +1,24 @@
 """What a server says of itself, and whether states can be captured from it."""
 
+import http.client
 import json
+import socket
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.engines.sglang.http import ServerDied
 from eyas.errors import UserError
 
 # A proxy of the environment stands between us and the internet, not between us and a server that a user named.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+PATIENCE_SECONDS = 300.0
+"""For a server that is too busy to say who it is, as long as it accepts connections."""
+BROKEN_TRIES, PAUSE_SECONDS = 3, 0.5
+NOT_FOUND = (404, 405, 501)
 REMEDY = "start the server without it (server.args, or your own command)"
 
 
@@ -51,24 +59,59 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None, timeout: float 
 
 
 def read(url: str) -> ServerInfo:
-    """Ask a server that serves. Raises UserError: no answer, or not SGLang's."""
-    try:
+    """Ask a server that serves, as patiently as a busy one needs.
+
+    Raises UserError: it is not SGLang, or refuses; ServerDied: nothing answers there any more.
+    """
+    deadline, broken = time.monotonic() + PATIENCE_SECONDS, 0
+    while True:
         try:
-            said = ask(url, "/server_info")
+            return _asked(url)
         except urllib.error.HTTPError as error:
-            if error.code not in (404, 405):
-                raise
-            said = ask(url, "/get_server_info")
-        try:
-            model = ask(url, "/model_info")
-        except urllib.error.HTTPError:
-            model = ask(url, "/get_model_info")
-        listed = ask(url, "/v1/models") if said.get("context_length") is None else {}
-        return _info(said, model, listed)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"{url}: does not say what it serves ({type(error).__name__}: {error}); is it SGLang?"
-        ) from error
+            if error.code in NOT_FOUND:
+                raise _no_sglang(url, error) from error
+            if error.code < 500 or time.monotonic() > deadline:
+                raise UserError(f"{url}: does not say what it serves (HTTP {error.code} {error.reason})") from error
+        except (OSError, http.client.IncompleteRead) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            said = f"{type(reason).__name__}: {reason}"
+            if isinstance(reason, socket.gaierror):
+                raise UserError(f"{url}: this host is not known here ({reason.strerror})") from error
+            broken += not isinstance(reason, TimeoutError)
+            if isinstance(reason, ConnectionRefusedError) or broken == BROKEN_TRIES or time.monotonic() > deadline:
+                raise ServerDied(f"{url} does not answer any more ({said})") from error
+        except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise _no_sglang(url, error) from error
+        time.sleep(PAUSE_SECONDS)
+
+
+def first(url: str) -> ServerInfo:
+    """`read` outside a lease, where nobody would start a server again. Raises UserError."""
+    try:
+        return read(url)
+    except ServerDied as error:
+        raise UserError(f"{error}: start that server, or look into its log") from error
+
+
+def _no_sglang(url: str, error: Exception) -> UserError:
+    return UserError(f"{url}: does not say what it serves ({type(error).__name__}: {error}); is it SGLang?")
+
+
+def _asked(url: str) -> ServerInfo:
+    try:
+        said = ask(url, "/server_info")
+    except urllib.error.HTTPError as error:
+        if error.code not in NOT_FOUND:
+            raise
+        said = ask(url, "/get_server_info")
+    try:
+        model = ask(url, "/model_info")
+    except urllib.error.HTTPError as error:
+        if error.code not in NOT_FOUND:
+            raise
+        model = ask(url, "/get_model_info")
+    listed = ask(url, "/v1/models") if said.get("context_length") is None else {}
+    return _info(said, model, listed)
 
 
 def _info(said: dict[str, Any], model: dict[str, Any], listed: dict[str, Any]) -> ServerInfo:

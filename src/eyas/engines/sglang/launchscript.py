@@ -1,5 +1,6 @@
 """From a launch script that works to a run file: `eyas init --launch launch.sh`."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from eyas.engines.sglang.shellscript import Statement, Unknown
 from eyas.errors import UserError
 
 MODEL = ("model-path", "model")
+DP = ("dp", "dp-size", "data-parallel-size")
+SECRET = re.compile("TOKEN(?!IZ)|KEY|SECRET|PASSWORD", re.IGNORECASE)
+"""In names of variables whose values do not belong into a file."""
 TP = ("tp", "tp-size", "tensor-parallel-size")
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 HARMLESS = ("exec", "nohup", "time", "sudo", "env", "command")
@@ -65,7 +69,7 @@ def find(text: str, environment: Mapping[str, str], where: str) -> Launch:
         )
         _container(inner[0].words, launch, script.variables)
         launch.env = script.environment | inner[0].assigned | launch.env
-        return launch
+        return _without_secrets(launch)
     if not found:
         raise UserError(
             f"{where}: starts no SGLang server; looked for `python -m sglang.launch_server …` and `sglang serve …`"
@@ -74,9 +78,20 @@ def find(text: str, environment: Mapping[str, str], where: str) -> Launch:
     launch = Launch(_flags(statement, at, where), _python(statement.words, at), script.environment | statement.assigned)
     _before(statement.words[: at - 2 if _is_module(statement.words, at) else at - 1], launch, script.variables)
     _activated(script.statements, launch)
+    if script.arguments:
+        launch.notes.append('"$@": left out; add what the script is called with to server.args')
+    _without_secrets(launch)
     for name, value in launch.env.items():
         if isinstance(value, Unknown):
             raise UserError(f"{value} (needed for {name})")
+    return launch
+
+
+def _without_secrets(launch: Launch) -> Launch:
+    """Leaves out what should stay in the shell, from which the server has it too."""
+    for name in [name for name in launch.env if SECRET.search(name)]:
+        del launch.env[name]
+        launch.notes.append(f"{name}: left out, its value may be a secret; set it in the shell that runs eyas")
     return launch
 
 
@@ -195,6 +210,13 @@ def run_file(launch: Launch, path: Path) -> str:
             target["dtype"] = DTYPES[str(value)]
         elif name == "trust-remote-code":
             server["trust_remote_code"] = True
+        elif name in DP and value != 1:
+            notes.append(
+                f"--{name} {value}: left out; replicas behind one address cannot be told apart: start others by "
+                "yourself and name all of them in server.url"
+            )
+        elif name.startswith("ssl-"):
+            notes.append(f"--{name}: left out; eyas asks without TLS, and the server listens on this machine only")
         elif name in ("host", "port"):
             notes.append(f"--{name} {value}: left out; eyas listens on this machine only, on a free port (server.port)")
         elif name == "api-key":
@@ -205,7 +227,9 @@ def run_file(launch: Launch, path: Path) -> str:
             raise UserError(f"{path}: --nnodes {value}: a server over several machines cannot be captured from yet")
         elif name == "config":
             raise UserError(f"{path}: --config {value}: write the flags of that file into the script")
-        elif name not in ("nnodes", "node-rank", "dist-init-addr"):
+        elif name in ("nnodes", "node-rank", "dist-init-addr"):
+            notes.append(f"--{name} {value}: left out; the server runs on this machine only")
+        else:
             args[name] = value
     if not target.get("model"):
         raise UserError(f"{path}: the launch names no model (--model-path)")
@@ -232,11 +256,10 @@ def _typed(values: list[str]) -> Any:
     if len(values) > 1:
         return [_typed([value]) for value in values]
     for kind in (int, float):
-        if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE]-?\d+)?", values[0]):
-            try:
-                return kind(values[0])
-            except ValueError:
-                continue
+        if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", values[0]):
+            with contextlib.suppress(ValueError):
+                if str(kind(values[0])) == values[0]:
+                    return kind(values[0])
     return values[0]
 
 
@@ -259,6 +282,13 @@ def _section(name: str, given: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that a run file's reader would take for numbers: 1e3."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", config.EXPONENT, list("-+.0123456789"))
+
+
 def _yaml(values: dict[str, Any], indent: str = "") -> str:
     """Mappings line by line, everything below on one line."""
     lines = []
@@ -267,6 +297,6 @@ def _yaml(values: dict[str, Any], indent: str = "") -> str:
         if isinstance(value, dict) and value:
             lines += [f"{indent}{key}:", _yaml(value, indent + "  ")]
         else:
-            said = yaml.safe_dump(value, allow_unicode=True, width=10**6, default_flow_style=True)
+            said = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, width=10**6, default_flow_style=True)
             lines.append(f"{indent}{key}: {said.removesuffix(chr(10)).removesuffix('...').rstrip()}")
     return "\n".join(lines)

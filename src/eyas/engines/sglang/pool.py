@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from eyas.engines.sglang.http import Connection, ServerDied
+from eyas.engines.sglang.http import Connection, ServerDied, Stopped
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ def fan_out(
     `concurrency`: most jobs at once on each server. `admit(server, job, idle)`: may it start now (`idle`: nothing else
     runs on that server)? `done(server, job, result)` follows each admitted job, result None where there is none. Both
     are called one at a time. Jobs of a server that died go to the others; with none left ServerDied is raised. Any
-    other error of `work` ends it all and is raised here.
+    other error of `work` ends it all and is raised here; requests under way are given up, no other is sent.
     """
     pool = _Pool(urls, iter(jobs), work, concurrency, admit, done)
     try:
@@ -98,14 +98,18 @@ class _Pool(Generic[J, R]):
                 yield result
 
     def stop(self) -> None:
+        self._halt()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout=5.0)
+
+    def _halt(self) -> None:
+        """Start no more jobs, and end those that run."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         for _, connection in self._connections:
             connection.abort()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(timeout=5.0)
 
     def _loop(self, server: _Server, connection: Connection) -> None:
         try:
@@ -118,8 +122,11 @@ class _Pool(Generic[J, R]):
                     self._bury(server, job[0])
                 finally:
                     self._release(server, job[0], result)
+        except Stopped:
+            pass
         except BaseException as error:
             self._results.put(_Failed(error))
+            self._halt()  # at once: whoever takes the results may be busy
         finally:
             connection.close()
             self._results.put(_Ended())

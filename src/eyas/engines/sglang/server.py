@@ -112,7 +112,11 @@ def started(
             lock = stack.enter_context((folder / "lock").open("wb"))
             mark = kept.mark_of(folder)
             kept.end_earlier(lock.fileno(), mark, folder)
-            root = _plugin(config, folder, mark, layers) if capture else None
+            root = capture_root(config, mark) if capture else None
+            if root:
+                # The keeper does this too, whatever becomes of this process; but it may never start.
+                stack.callback(shutil.rmtree, root, ignore_errors=True)
+                _plugin(config, folder, root, layers)
             if (log := folder / "log.txt").exists():
                 log.replace(folder / "log.previous.txt")
         port = config.port or _free_port()
@@ -135,15 +139,14 @@ def started(
             yield running
 
 
-def _plugin(config: Server, folder: Path, mark: str, layers: tuple[int, int, int] | None) -> Path:
-    """Put plugin, orders and an empty capture root into place; the root."""
-    root, status = capture_root(config, mark), folder / "status"
+def _plugin(config: Server, folder: Path, root: Path, layers: tuple[int, int, int] | None) -> None:
+    """Put plugin and orders into place."""
+    status = folder / "status"
     ship.ship(folder / "plugin")
     shutil.rmtree(status, ignore_errors=True)
     status.mkdir()
     orders = Orders(root, status.absolute(), layers, config.staging_mib * 2**20, HOLD_SECONDS)
     orders.write(folder / "orders.json")
-    return root
 
 
 def capture_root(config: Server, mark: str) -> Path:
@@ -161,15 +164,27 @@ def capture_root(config: Server, mark: str) -> Path:
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= ROOT_BYTES
         base = str(memory) if roomy else tempfile.gettempdir()
     above = Path(base).absolute() / f"eyas-{os.getuid()}"
-    above.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = above.lstat()
+    try:
+        above.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = above.lstat()
+    except OSError as error:
+        raise _no_root(above, error) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UserError(
             f"{above}: others may enter or own it, captures would not be private: delete it, or set server.captures"
         )
     shutil.rmtree(above / mark, ignore_errors=True)
-    (above / mark).mkdir(mode=0o700)
+    try:
+        (above / mark).mkdir(mode=0o700)
+    except OSError as error:
+        raise _no_root(above / mark, error) from error
     return above / mark
+
+
+def _no_root(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"server.captures: cannot make {path} ({error.strerror}): name a folder in which you may write, or leave it out"
+    )
 
 
 def _first_token(running: Running, watch: Watch, config: Server) -> None:

@@ -41,7 +41,7 @@ def serve(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
     _end_on_sigterm()
     dtype = spec.section(Target).dtype
     with server.started(config, target.folder, dtype, out / "server", progress, layers=asked) as running:
-        found = info.read(running.endpoint.url)
+        found = info.first(running.endpoint.url)
         _require(found, running.endpoint, target, wanted)
         _say_pool(found, progress)
         ready(_ready([running.endpoint], found, running.seconds))
@@ -57,7 +57,7 @@ def serve_drafted(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -
     dtype = spec.section(Target).dtype
     _end_on_sigterm()
     with server.started(config, target.folder, dtype, out / "server", progress, capture=False, draft=draft) as running:
-        found = info.read(running.endpoint.url)
+        found = info.first(running.endpoint.url)
         if not found.speculative:
             raise UserError(f"the server started without the draft; log: {running.log}")
         _say_pool(found, progress)
@@ -78,8 +78,7 @@ def existing(config: Server) -> list[server.Endpoint]:
     if len({Path(root).resolve() for root in roots}) != len(roots):
         raise UserError("server.captures: two servers cannot write into one capture root; run `eyas plugin` for each")
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(url):
             raise UserError(f"server.url: {url!r} is no address of a server; write http://host:port")
     for root in roots:
         if not Path(root).is_dir():
@@ -90,6 +89,14 @@ def existing(config: Server) -> list[server.Endpoint]:
     ]
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # An impossible port, or brackets of an IPv6 address that do not close.
+        return False
+
+
 def _existing(
     config: Server, target: targets.TargetInfo, wanted: tuple[int, int, int], progress: Progress, ready: Ready
 ) -> None:
@@ -98,9 +105,9 @@ def _existing(
         progress.milestone(f"asking {endpoint.url}")
         if not _listens(endpoint.url):
             raise UserError(f"server.url: nothing listens at {endpoint.url}: start that server and run again")
+        found.append(info.first(endpoint.url))
         if not server.one_token(endpoint.url, config.patience):
             raise UserError(f"server.url: {endpoint.url} does not generate; look into its log")
-        found.append(info.read(endpoint.url))
         _require(found[-1], endpoint, target, wanted)
         _say_pool(found[-1], progress)
     # The tightest one decides what may be asked of any.

@@ -38,6 +38,8 @@ class Script:
     exported: set[str] = field(default_factory=set)
     control: tuple[int, str] | None = None
     """The first line that branches or loops, and its word."""
+    arguments: bool = False
+    """Whether it hands on its own arguments, which are not known here."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -163,6 +165,15 @@ class _Reader:
             raise UserError(f"{self._where} line {self._line()}: a quote {quote} is not closed")
         return end
 
+    def _closing_brace(self) -> int:
+        """Where the `${` here ends; others may stand inside."""
+        depth = 0
+        for found in re.finditer(r"\\.|\$\{|\}", self._text[self._at :]):
+            depth += {"${": 1, "}": -1}.get(found[0], 0)
+            if depth == 0:
+                return self._at + found.start()
+        raise UserError(f"{self._where} line {self._line()}: a bracket {{ is not closed")
+
     def _quoted(self) -> list[str]:
         """A double-quoted string; several words if it is an array's `"${A[@]}"`, none if that is empty."""
         opened, text, unknown = self._line(), "", None
@@ -199,7 +210,7 @@ class _Reader:
             self._at = end + 1
             return [Unknown(f"{self._where} line {line}: {said} cannot be evaluated here; write what it gives")]
         if self._text.startswith("${", self._at):
-            end = self._closing("}")
+            end = self._closing_brace()
             inner = self._text[self._at + 2 : end]
             self._at = end + 1
             return self._braced(inner, line)
@@ -208,6 +219,7 @@ class _Reader:
             return [self._value(found[0], line)]
         special = self._text[self._at + 1]
         if special in "@*":
+            self._script.arguments = True
             self._at += 2
             return []
         if special.isdigit() or special in "?#!$-":
@@ -220,6 +232,7 @@ class _Reader:
 
     def _braced(self, inner: str, line: int) -> list[str]:
         if inner in ("@", "*"):
+            self._script.arguments = True
             return []
         found = re.fullmatch(r"([A-Za-z_]\w*|\d+)(\[[@*]\])?(?:(:?[-=?+])(.*))?", inner, re.DOTALL)
         if found is None:
@@ -239,7 +252,8 @@ class _Reader:
         """All of the text as one double-quoted string."""
         self._script, self._at = script, 0
         self._text = '"' + self._text.rstrip("\n").strip('"') + '"\n'
-        return " ".join(self._quoted())
+        items = self._quoted()
+        return items[0] if len(items) == 1 else " ".join(items)  # Joined, one that is Unknown would be a plain string.
 
     def _value(self, name: str, line: int) -> str:
         if name in self._script.variables:
