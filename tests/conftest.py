@@ -1,6 +1,8 @@
 """Shared by all tests. Its place makes tests/toys.py and tests/toyrun.py importable."""
 
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +21,22 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr("eyas.run.session.report", lambda folder, strict=True: [])
     monkeypatch.setattr("eyas.run.executor.TICK_SECONDS", 0.02)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`tmpfs(size)`: a real file system of that size. Only root may mount one; elsewhere the test is skipped."""
+    folder = tmp_path / "tmpfs"
+
+    def mount(size: str) -> Path:
+        folder.mkdir()
+        if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]).returncode:
+            pytest.skip("needs root and tmpfs")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.fixture(scope="session")

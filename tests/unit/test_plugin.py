@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,23 +161,19 @@ def test_a_disk_that_stays_full_fails_the_request_not_the_server(root: Path, mon
 
 
 @pytest.fixture
-def small_memory(tmp_path: Path) -> Iterator[Path]:
+def small_memory(tmpfs: Callable[[str], Path]) -> Path:
     """Memory-backed storage of 64 KiB, as /dev/shm is in some containers, only smaller."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder]).returncode:
-        pytest.skip("needs root and tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    return tmpfs("64k")
 
 
 def test_real_storage_that_is_full_holds_until_there_is_room(small_memory: Path) -> None:
     """Each capture takes 31 KiB: the third waits until one is deleted, and then is whole."""
     to = staging(small_memory, hold=20.0)
-    wanted = [Wanted(name, 240) for name in "abc"]
-    states = [put(to, one, 0, 240, seed=i) for i, one in enumerate(wanted)]
-    for one in wanted[:2]:
-        wait_for(one.file(small_memory))
+    wanted, states = [Wanted(name, 240) for name in "abc"], []
+    for seed, one in enumerate(wanted):
+        states.append(put(to, one, 0, 240, seed=seed))
+        if one is not wanted[2]:
+            wait_for(one.file(small_memory))
     assert not wanted[2].file(small_memory).exists()
     wanted[0].file(small_memory).unlink()
     wait_for(wanted[2].file(small_memory))
@@ -189,6 +185,8 @@ def test_real_storage_that_stays_full_fails_the_request(small_memory: Path) -> N
     to = staging(small_memory, hold=0.3)
     for name in "abc":
         put(to, Wanted(name, 240), 0, 240)
+        if name != "c":
+            wait_for(Wanted(name, 240).file(small_memory))
     wait_for(Wanted("c", 240).failed(small_memory))
     assert Wanted("c", 240).failed(small_memory).read_text() == "", "there is no room for the reason"
     assert len(list(small_memory.glob("*.safetensors"))) == 2

@@ -202,14 +202,9 @@ def test_a_process_number_that_is_used_again_is_not_taken_for_the_child() -> Non
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmpfs: Callable[[str], Path]) -> Path:
     """A file system of one MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
-        pytest.skip("needs root and tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    return tmpfs("1m")
 
 
 def test_a_full_disk_is_one_line_and_the_rest_is_kept(small_disk: Path) -> None:
