@@ -254,6 +254,52 @@ class Decode(Section):
     """How many are timed one by one, with and without the draft, interleaved."""
 
 
+class Bench(Section):
+    """The served figures, with and without the draft (SGLang)."""
+
+    concurrencies: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[1], min_length=1)
+    """Requests under way at once; each is measured with and without the draft."""
+    workloads: list[FileOrName] = Field(default=["heldout"], min_length=1)
+    """`heldout`, `humaneval` (its package), a .jsonl or .txt file of prompts; `@4096` behind a name: each prompt behind
+    as much other text as makes it that many tokens long."""
+    prompts: int = Field(default=16, ge=3)
+    """How many of each workload are asked in a round."""
+    max_new_tokens: int = Field(default=128, ge=2)
+    temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field(default=[0.0], min_length=1)
+    rounds: int = Field(default=3, ge=2)
+    """How often each figure is taken, in turns: its interval comes from their spread."""
+    again: bool = True
+    """Load the plain server once more after the draft's and measure it again, so that a drift is seen."""
+    sweep: list[Annotated[int, Field(ge=1, le=16)]] = []
+    """Draft tokens a step to weigh beside decode.draft_tokens; the best predicted are measured, a load each."""
+    max_loads: int = Field(default=3, ge=0)
+    """Server loads that the sweep may take, beyond those that the run needs anyway."""
+
+
+class Tune(Section):
+    """The search for the target's best plain configuration, before anything else is measured (SGLang)."""
+
+    goal: Literal["none", "latency", "throughput", "mix"] = "none"
+    """none: the flags of server.args are taken as they are. latency: one request at a time; throughput: at
+    `concurrency`; mix: the geometric mean of both."""
+    concurrency: int = Field(default=32, ge=2)
+    max_loads: int = Field(default=8, ge=2)
+    """Server loads that the search may take, the final comparison included."""
+    deadline: float = Field(default=1800.0, gt=0)
+    """Seconds after which one trial, its load included, is given up and becomes a row of the table."""
+    prompts: int = Field(default=8, ge=2)
+    max_new_tokens: int = Field(default=128, ge=2)
+
+
+class Pilot(Section):
+    """A small run of everything before the full one (SGLang, launched)."""
+
+    samples: int = Field(default=300, ge=0)
+    """Training prompts of the pilot; 0: none. A run of fewer than four times as many needs none."""
+    require: bool = True
+    """Stop the run where the pilot says that the draft cannot pay, or is not served as predicted."""
+
+
 class RunConfig(Section):
     """A whole run file."""
 
@@ -268,6 +314,11 @@ class RunConfig(Section):
     draft: Draft = Draft()
     train: Train = Train()
     decode: Decode = Decode()
+    bench: Bench = Bench()
+    tune: Tune = Tune()
+    pilot: Pilot = Pilot()
+    drafts: list[FileOrName] = []
+    """Existing drafts (folders) whose acceptance is predicted before anything is trained."""
 
     @model_validator(mode="before")
     @classmethod
