@@ -14,7 +14,7 @@ CHAIN = (
     Step("one", "toys:work", sections=("one",), resources=("cpu",)),
     Step("two", "toys:work", needs=("one",), sections=("two",), resources=("cpu",)),
     Step("side", "toys:work", sections=("side",)),
-    Step("export", "toys:work", needs=("two",), sections=("export",)),
+    Step("export", "toys:work", needs=("two",), sections=("export",), product=True),
 )
 
 

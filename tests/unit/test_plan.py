@@ -17,7 +17,7 @@ from eyas.plan import code, digests, graph
 from eyas.plan.changes import why
 from eyas.plan.graph import Step
 
-ALL = ("target", "prompts", "answers", "capture", "vocabulary", "train", "export", "replay", "decode", "verdict")
+ALL = ("target", "prompts", "answers", "capture", "vocabulary", "train", "export", "replay", "decode", "verdict", "card")
 
 
 SERVED = (
@@ -33,9 +33,11 @@ SERVED = (
     "export",
     "replay",
     "decode",
+    "again",
     "verdict",
+    "card",
 )
-SGLANG = {"engine": {"kind": "sglang"}}
+SGLANG = {"engine": {"kind": "sglang"}, "pilot": {"samples": 0}}
 
 
 def load(**sections: Any) -> config.RunConfig:
@@ -82,6 +84,7 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
         "capture": ("server",),
         "baseline": ("server",),
         "decode": ("drafted",),
+        "again": ("plain",),
     }
     assert made.service("server").step.needs == ("target", "twin")
     assert "export" in made.service("drafted").step.needs
@@ -91,8 +94,52 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
     assert [service.name for service in existing.services] == ["server"]
     names = [planned.name for planned in existing.steps]
     assert {"baseline", "decode"}.isdisjoint(names), "an existing server is not ours to start with a draft"
-    assert existing.steps[-1].step.needs == ("replay", "train", "vocabulary", "capture")
+    assert existing.steps[-2].step.needs == ("replay", "train", "vocabulary", "capture")
     assert plan(load()).services == ()
+
+
+def test_a_pilot_comes_before_a_large_run() -> None:
+    """Everything once on few prompts, with outputs of its own; the full run waits for the gate behind it."""
+    large = load(engine={"kind": "sglang"}, prompts={"heldout_limit": 400})
+    steps = {step.name: step for step in graph.build(large)}
+    names = list(steps)
+    assert names.index("pilot") < names.index("answers")
+    assert "pilot" in steps["answers"].needs
+    assert "pilot" in steps["verdict"].needs
+    small, full = steps["pilot-capture"], steps["capture"]
+    assert (small.entry, small.needs, small.leases) == (full.entry, ("target", "pilot-answers"), ("server",))
+    assert small.role("pilot-answers") == "answers"
+    assert steps["pilot-decode"].leases == ("pilot-drafted",)
+    assert steps["pilot-decode"].role("pilot-drafted") == "drafted"
+    made = {planned.name: planned for planned in plan(large).steps}
+    prompts = made["pilot-prompts"].config["prompts"]
+    assert (prompts["train_limit"], prompts["heldout_limit"]) == (300, 100)
+    assert made["prompts"].config["prompts"]["train_limit"] is None
+    assert made["pilot-train"].digest != made["train"].digest
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"engine": {"kind": "sglang"}, "prompts": {"train_limit": 1199}},
+        {"engine": {"kind": "sglang"}, "pilot": {"samples": 0}},
+        {"engine": {"kind": "sglang"}, "server": {"url": "http://h:1", "captures": "/c"}},
+        {},
+    ],
+)
+def test_a_small_run_needs_no_pilot(sections: dict[str, Any]) -> None:
+    assert not [step.name for step in graph.build(load(**sections)) if step.name.startswith("pilot")]
+
+
+def test_what_is_asked_for_becomes_a_step(tmp_path: Path) -> None:
+    asked = load(**SGLANG, tune={"goal": "latency"}, bench={"sweep": [5], "again": False}, drafts=[str(tmp_path)])
+    steps = {step.name: step for step in graph.build(asked)}
+    assert {"tune", "sweep", "candidates"} < set(steps["verdict"].needs)
+    assert "again" not in steps
+    assert [service.name for service in graph.build_services(asked)] == ["server", "drafted"]
+    assert all("tune" in service.needs for service in graph.build_services(asked))
+    with pytest.raises(UserError, match="drafts: .*/gone is no folder"):
+        graph.build(load(drafts=[str(tmp_path / "gone")]))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +147,9 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
     [
         ({"server": {"port": 31000, "patience": 60.0, "concurrency": 8}}, []),
         ({"server": {"tp": 2}}, [name for name in SERVED if name not in ("target", "prompts")]),
-        ({"decode": {"timing_prompts": 2}}, ["baseline", "replay", "decode", "verdict"]),
-        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "verdict"]),
+        ({"decode": {"timing_prompts": 2}}, ["baseline", "replay", "decode", "again", "verdict", "card"]),
+        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "again", "verdict", "card"]),
+        ({"bench": {"rounds": 5}}, ["baseline", "decode", "again", "verdict", "card"]),
     ],
 )
 def test_an_edit_of_a_served_run_changes_only_what_follows(sections: dict[str, Any], expected: list[str]) -> None:
@@ -112,9 +160,9 @@ def test_an_edit_of_a_served_run_changes_only_what_follows(sections: dict[str, A
     ("sections", "expected"),
     [
         ({}, []),
-        ({"decode": {"timing_prompts": 2}}, ["replay", "decode", "verdict"]),
-        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "verdict"]),
-        ({"draft": {"vocab_size": 9}}, ["vocabulary", "train", "export", "replay", "decode", "verdict"]),
+        ({"decode": {"timing_prompts": 2}}, ["replay", "decode", "verdict", "card"]),
+        ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "verdict", "card"]),
+        ({"draft": {"vocab_size": 9}}, ["vocabulary", "train", "export", "replay", "decode", "verdict", "card"]),
         ({"answers": {"batch": 2}}, list(ALL[2:])),
         ({"prompts": {"train_limit": 2}}, list(ALL[1:])),
         ({"seed": 1}, list(ALL)),
@@ -178,11 +226,12 @@ def test_a_target_at_home_counts_like_any_other(tmp_path: Path, monkeypatch: pyt
         (ALL, []),
         ((), list(ALL)),
         ([name for name in ALL if name not in ("answers", "capture")], []),
-        ([name for name in ALL if name != "export"], ["export"]),
-        (["target", "prompts", "capture", "vocabulary", "replay", "export", "decode"], ["train", "verdict"]),
-        (["target", "capture", "export", "vocabulary"], ["train", "replay", "decode", "verdict"]),
-        (["verdict"], ["target", "prompts", "answers", "capture", "vocabulary", "train", "export"]),
-        (["verdict", "export"], []),
+        ([name for name in ALL if name != "export"], []),
+        ([name for name in ALL if name != "card"], ["card"]),
+        (["target", "prompts", "capture", "vocabulary", "replay", "export", "decode"], ["train", "verdict", "card"]),
+        (["target", "capture", "export", "vocabulary"], ["train", "replay", "decode", "verdict", "card"]),
+        (["verdict"], ["target", "prompts", "answers", "capture", "vocabulary", "train", "export", "card"]),
+        (["card"], []),
     ],
 )
 def test_nothing_is_made_for_nobody(sound: list[str], runs: list[str]) -> None:

@@ -59,7 +59,7 @@ def test_editing_one_section_runs_only_what_follows(tmp_path: Path) -> None:
 
 
 def test_only_two_digests_a_step_are_kept(tmp_path: Path) -> None:
-    (step,) = steps = (Step("export", "toys:work", sections=("export",)),)
+    (step,) = steps = (Step("export", "toys:work", sections=("export",), product=True),)
     for pieces in (1, 2, 3):
         toyrun.run(tmp_path, {"export": {"pieces": pieces}}, steps=steps)
     toyrun.run(tmp_path, {"export": {"refuse": True}}, steps=steps)

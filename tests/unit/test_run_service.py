@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import toyrun
+from eyas.files import read_json
 from eyas.plan.graph import Step
 from eyas.run import process
 from eyas.run.folder import RunFolder
@@ -82,3 +83,40 @@ def test_editing_a_service_runs_its_steps_again(tmp_path: Path) -> None:
     before = toyrun.plan({}, STEPS, WEB)
     after = toyrun.plan({"service": {"port": 1}}, STEPS, WEB)
     assert before.steps[0].digest != after.steps[0].digest
+
+
+def test_a_second_server_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    """A step that waits for a service keeps it up only if nothing before it leases another one."""
+    lease = {"entry": "toys:work", "resources": ("cpu",)}
+    steps = (
+        Step("first", leases=("web",), **lease),
+        Step("middle", needs=("first",), leases=("other",), **lease),
+        Step("last", needs=("middle",), leases=("web",), **lease),
+    )
+    code, _ = toyrun.run(tmp_path, steps=steps, services=(*WEB, Step("other", "toys:serve", sections=("service",))))
+    assert code == 0
+    (web,), (other,) = services(tmp_path), list((tmp_path / "services" / "other").iterdir())
+    attempts = [read_json(folder / process.NOW)["attempt"] for folder in (web, other)]
+    assert attempts == [2, 1]
+
+
+def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
+    steps = (Step("first", "toys:work"), Step("measured", "toys:work", alone=True), Step("second", "toys:work"))
+    code, seen = toyrun.run(tmp_path, steps=steps)
+    assert code == 0
+    at = {text: number for number, text in enumerate(seen.states)}
+    for other in ("first", "second"):
+        apart = at[f"{other} finished"] < at["measured running"] or at["measured finished"] < at[f"{other} running"]
+        assert apart, seen.states
+
+
+def test_a_step_reads_its_needs_and_leases_by_their_roles(tmp_path: Path) -> None:
+    steps = (
+        Step("small-one", "toys:work"),
+        Step("two", "toys:work", needs=("small-one",), leases=("web",), roles=(("small-one", "one"), ("web", "server"))),
+    )
+    assert toyrun.run(tmp_path, steps=steps, services=WEB)[0] == 0
+    (folder,) = (tmp_path / "steps" / "two").iterdir()
+    asked = read_json(folder / "spec.json")
+    assert (list(asked["inputs"]), list(asked["services"])) == (["one"], ["server"])
+    assert Path(asked["inputs"]["one"]).parts[-3] == "small-one"

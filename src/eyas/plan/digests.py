@@ -74,7 +74,7 @@ def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, servic
     served: dict[str, Planned] = {}
 
     def planned(step: Step) -> Planned:
-        config = {name: sections[name] for name in step.sections}
+        config = {name: step.section(name, sections[name]) for name in step.sections}
         inputs = {name: made[name].digest for name in step.needs}
         code_digest = code.digest(step.entry)
         content = {

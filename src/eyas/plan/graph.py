@@ -3,8 +3,11 @@
 The names, entries and needs are the table of docs/seams.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from eyas.config import RunConfig
 from eyas.digests import digest_file, digest_sampled
@@ -13,6 +16,12 @@ from eyas.errors import UserError
 SERVICE = "eyas.engines.sglang.service:"
 INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"})}
 """Fields that change how a step comes to its output, not the output: editing them runs nothing again."""
+PILOT = "pilot-"
+PILOTED = (
+    "prompts", "answers", "capture", "baseline", "vocabulary", "train", "export", "replay", "decode", "drafted",
+)  # fmt: skip
+PILOT_SHARE, PILOT_HELDOUT = 4, 100
+BUILTIN_PROMPTS = 1515
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -36,6 +45,21 @@ class Step:
     """Its output is wanted for itself, though other steps need it."""
     outside: tuple[tuple[str, str], ...] = ()
     """Files that the run does not own: path and digest."""
+    alone: bool = False
+    """It measures time: nothing else runs beside it."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """What a needed step stands for where it is not that by name: (pilot-capture, capture)."""
+    fixed: tuple[tuple[str, str, JsonValue], ...] = ()
+    """Section, field, value: what holds for this step whatever the run file says."""
+
+    def role(self, need: str) -> str:
+        """The name by which its entry finds a needed step's output, or a leased service."""
+        return dict(self.roles).get(need, need)
+
+    def section(self, name: str, section: JsonValue) -> JsonValue:
+        """The section of the run file as this step reads it."""
+        changed = {key: value for where, key, value in self.fixed if where == name}
+        return {**section, **changed} if isinstance(section, dict) and changed else section
 
 
 def build(config: RunConfig) -> tuple[Step, ...]:
@@ -48,11 +72,16 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     if config.engine.kind != "sglang":
         return ()
     sections = ("target", "engine", "server", "capture")
-    return (
-        # Needs the twin, so that a large target is loaded only once a tiny one has passed.
-        Step("server", SERVICE + "serve", needs=("target", *_twin(config)), sections=sections),
-        Step("drafted", SERVICE + "serve_drafted", needs=("target", "export"), sections=(*sections, "decode")),
-    )[: 1 if config.server.url else 2]
+    before = ("target", *_twin(config), *_tune(config))
+    # Needs the twin, so that a large target is loaded only once a tiny one has passed.
+    server = Step("server", SERVICE + "serve", needs=before, sections=sections)
+    if config.server.url:
+        return (server,)
+    drafted = Step("drafted", SERVICE + "serve_drafted", needs=(*before, "export"), sections=(*sections, "decode"))
+    # Comes after the decode step, so that it is a load of its own and not the one that captures.
+    plain = Step("plain", SERVICE + "serve_plain", needs=(*before, "decode"), sections=sections)
+    pilot = (_of_pilot(drafted),) if _pilot(config) else ()
+    return (server, *pilot, drafted, *(plain,) * config.bench.again)
 
 
 def _twin(config: RunConfig) -> tuple[str, ...]:
@@ -60,76 +89,149 @@ def _twin(config: RunConfig) -> tuple[str, ...]:
     return ("twin",) if config.server.twin and config.server.url is None else ()
 
 
+def _tune(config: RunConfig) -> tuple[str, ...]:
+    """The step that finds the flags of the server, where that was asked for."""
+    return ("tune",) if config.tune.goal != "none" and config.server.url is None else ()
+
+
+def _pilot(config: RunConfig) -> bool:
+    """Whether a small run comes first: it has to be small beside the full one, and the server ours."""
+    count = config.prompts.train_limit or 10**9
+    if config.prompts.train == "builtin":
+        count = min(count, BUILTIN_PROMPTS)
+    elif Path(config.prompts.train).is_file():
+        with Path(config.prompts.train).open("rb") as file:
+            count = min(count, sum(1 for _ in file))
+    small = 0 < PILOT_SHARE * config.pilot.samples <= count
+    return small and config.engine.kind == "sglang" and config.server.url is None
+
+
+def _of_pilot(step: Step) -> Step:
+    """The same step or service in the small run, which reads the small run's outputs."""
+    of = {name: PILOT + name for name in PILOTED}
+    return replace(
+        step,
+        name=of.get(step.name, step.name),
+        needs=tuple(of.get(name, name) for name in step.needs),
+        leases=tuple(of.get(name, name) for name in step.leases),
+        roles=tuple((of[name], name) for name in (*step.needs, *step.leases) if name in of),
+        work=None,
+        product=False,
+    )
+
+
+def _pilot_steps(config: RunConfig, steps: dict[str, Step]) -> tuple[Step, ...]:
+    """The small run, from prompts to what its draft does when it is served, and the gate behind it."""
+    limits: tuple[tuple[str, str, JsonValue], ...] = (
+        ("prompts", "train_limit", config.pilot.samples),
+        ("prompts", "heldout_limit", min(config.prompts.heldout_limit or PILOT_HELDOUT, PILOT_HELDOUT)),
+    )
+    small = [_of_pilot(steps[name]) for name in PILOTED if name in steps]
+    small = [replace(step, fixed=limits) if "prompts" in step.sections else step for step in small]
+    judged = ("train", "replay", "decode")
+    gate = Step(
+        "pilot",
+        "eyas.bench.pilot:run",
+        needs=("prompts", *(PILOT + name for name in judged)),
+        roles=tuple((PILOT + name, name) for name in judged),
+        sections=("pilot", "decode"),
+    )
+    return (*small, gate)
+
+
 def _served(config: RunConfig) -> tuple[Step, ...]:
     """The steps of a run whose target is served by SGLang; those after the capture are the in-process ones."""
     cpu, lease = ("cpu",), ("server",)
     steps = {step.name: step for step in _in_process(config)}
-    twin = tuple(
-        Step(
-            name,
-            "eyas.engines.sglang.twin:run",
-            needs=("target",),
-            sections=("target", "engine", "server", "capture"),
-            resources=cpu,
-        )
-        for name in _twin(config)
+    twin, tune = _twin(config), _tune(config)
+    server_sections = ("target", "engine", "server", "capture")
+    steps["twin"] = Step(
+        "twin", "eyas.engines.sglang.twin:run", needs=("target",), sections=server_sections, resources=cpu
     )
-    answers, capture, decode = steps["answers"], steps["capture"], steps["decode"]
+    steps["tune"] = Step(
+        "tune",
+        "eyas.bench.tune.step:run",
+        needs=("target", *twin),
+        sections=("target", "engine", "server", "tune"),
+        resources=cpu,
+        alone=True,
+    )
+    steps["doctor"] = Step(
+        "doctor",
+        "eyas.engines.sglang.doctor:run",
+        needs=("target", *twin),
+        sections=server_sections,
+        resources=cpu,
+        leases=lease,
+    )
+    steps["answers"] = replace(
+        steps["answers"],
+        entry="eyas.engines.sglang.answers:run",
+        needs=("target", "prompts", "doctor"),
+        sections=("target", "server", "answers"),
+        leases=lease,
+    )
+    steps["capture"] = replace(
+        steps["capture"], entry="eyas.capture.served:run", sections=server_sections, leases=lease
+    )
     # An existing server is not ours to start with a draft: then nothing is served, and the verdict says so.
-    measured = config.server.url is None
-    baseline = (
-        Step(
+    if measured := config.server.url is None:
+        sections = ("target", "engine", "server", "answers", "decode", "bench")
+        steps["baseline"] = Step(
             "baseline",
             "eyas.bench.baseline:run",
             needs=("target", "capture"),
-            sections=("server", "answers", "decode"),
+            sections=sections,
             resources=cpu,
             leases=lease,
-        ),
-    )[:measured]
-    served = (
-        replace(
-            decode,
+            alone=True,
+        )
+        steps["decode"] = replace(
+            steps["decode"],
             entry="eyas.bench.served:run",
-            needs=(*decode.needs, "baseline"),
-            sections=(*decode.sections, "server"),
+            needs=("target", "capture", "export", "baseline", *tune),
+            sections=sections,
             leases=("drafted",),
-        ),
-    )[:measured]
-    without_decode = tuple(need for need in steps["verdict"].needs if need != "decode")
-    return (
-        steps["target"],
-        *twin,
-        steps["prompts"],
-        Step(
-            "doctor",
-            "eyas.engines.sglang.doctor:run",
-            needs=("target", *_twin(config)),
-            sections=("target", "engine", "server", "capture"),
+            alone=True,
+        )
+        steps["again"] = replace(
+            steps["baseline"],
+            name="again",
+            entry="eyas.bench.again:run",
+            needs=("target", "capture", "baseline", "decode"),
+            leases=("plain",),
+        )
+        steps["sweep"] = Step(
+            "sweep",
+            "eyas.bench.sweep:run",
+            needs=("target", "capture", "export", "baseline", "decode", *tune),
+            sections=sections,
             resources=cpu,
-            leases=lease,
+            alone=True,
+        )
+    again = ("again",) if measured and config.bench.again else ()
+    sweep = ("sweep",) if measured and config.bench.sweep and config.bench.max_loads else ()
+    pilot = ("pilot",) if _pilot(config) else ()
+    drafts = tuple(name for name in ("candidates",) if name in steps)
+    small = _pilot_steps(config, steps) if pilot else ()
+    if pilot:
+        steps["answers"] = replace(steps["answers"], needs=(*steps["answers"].needs, "pilot"))
+    steps["verdict"] = replace(
+        steps["verdict"],
+        needs=(
+            *(need for need in steps["verdict"].needs if need != "decode" or measured),
+            *again,
+            *sweep,
+            *tune,
+            *pilot,
         ),
-        replace(
-            answers,
-            entry="eyas.engines.sglang.answers:run",
-            needs=(*answers.needs, "doctor"),
-            sections=("target", "server", "answers"),
-            leases=lease,
-        ),
-        replace(
-            capture,
-            entry="eyas.capture.served:run",
-            sections=("target", "engine", "server", "capture"),
-            leases=lease,
-        ),
-        *baseline,
-        steps["vocabulary"],
-        steps["train"],
-        steps["export"],
-        steps["replay"],
-        *served,
-        steps["verdict"] if served else replace(steps["verdict"], needs=without_decode),
     )
+    first = ("target", *twin, *tune, "prompts", "doctor")
+    last = (
+        "answers", "capture", *(("baseline",) * measured), *drafts, "vocabulary", "train", "export", "replay",
+        *(("decode",) * measured), *again, *sweep, "verdict",
+    )  # fmt: skip
+    return (*(steps[name] for name in first), *small, *(steps[name] for name in (*last, "card")))
 
 
 def _in_process(config: RunConfig) -> tuple[Step, ...]:
@@ -138,6 +240,16 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
     train, heldout = config.prompts.train_limit, config.prompts.heldout_limit
     rows = float(train + heldout) if train and heldout else None
     decoded = config.decode.prompts or heldout
+    candidates = (
+        Step(
+            "candidates",
+            "eyas.bench.candidates:run",
+            needs=("target", "capture"),
+            sections=("engine", "decode", "drafts"),
+            resources=cpu,
+            outside=_draft_files(config.drafts),
+        ),
+    )[: 1 if config.drafts else 0]
     return (
         Step(
             "target",
@@ -168,6 +280,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             work=rows,
         ),
+        *candidates,
         Step("vocabulary", "eyas.draft.vocabulary:run", needs=("target", "capture"), sections=("draft",)),
         Step(
             "train",
@@ -182,7 +295,6 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "eyas.draft.export:run",
             needs=("target", "capture", "train"),
             sections=("target", "prompts", "answers"),
-            product=True,
         ),
         Step(
             "replay",
@@ -196,16 +308,18 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "decode",
             "eyas.decode.step:run",
             needs=("target", "capture", "export"),
-            sections=("engine", "answers", "decode"),
+            sections=("engine", "answers", "decode", "bench"),
             resources=cpu,
+            alone=True,
             work=float(decoded) if decoded else None,
         ),
         Step(
             "verdict",
             "eyas.bench.verdict:run",
-            needs=("replay", "decode", "train", "vocabulary", "capture"),
+            needs=("replay", "decode", "train", "vocabulary", "capture", *(step.name for step in candidates)),
             sections=("decode",),
         ),
+        Step("card", "eyas.draft.card:run", needs=("export", "verdict"), product=True),
     )
 
 
@@ -240,6 +354,16 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
                 files[name] = digest_file(Path(name))
             except OSError as error:
                 raise UserError(f"prompts.{field}: cannot read {name} ({error.strerror})") from error
+    return tuple(files.items())
+
+
+def _draft_files(drafts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Existing drafts: their config by content, weights by samples of it."""
+    files: dict[str, str] = {}
+    for folder in drafts:
+        if not Path(folder).is_dir():
+            raise UserError(f"drafts: {folder} is no folder; name the folders of exported drafts")
+        files |= dict(_target_files(folder))
     return tuple(files.items())
 
 

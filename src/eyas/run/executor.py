@@ -105,10 +105,9 @@ class Executor:
             if self.views[name].state != "waiting" or self._blocked(planned):
                 continue
             coming = True
-            needed = all(self.views[need].state == "finished" for need in self.plan.needs(planned))
-            if needed and not self._taken() & set(planned.step.resources):
+            if self._needs_are_finished(planned) and self._has_room(planned):
                 try:
-                    ready = {lease: self.services[lease].ready() for lease in planned.step.leases}
+                    ready = {planned.step.role(lease): self.services[lease].ready() for lease in planned.step.leases}
                 except UserError as error:
                     self._fail(name, USER_ERROR, str(error))
                     continue
@@ -122,8 +121,15 @@ class Executor:
             self.views[need].state == "failed" or self._blocked(self.planned[need]) for need in self.plan.needs(planned)
         )
 
-    def _taken(self) -> set[str]:
-        return {resource for name in self.running for resource in self.planned[name].step.resources}
+    def _needs_are_finished(self, planned: Planned) -> bool:
+        return all(self.views[need].state == "finished" for need in self.plan.needs(planned))
+
+    def _has_room(self, planned: Planned) -> bool:
+        """Whether nothing that runs stands in the way of a step; one that measures runs alone."""
+        beside = [self.planned[name].step for name in self.running]
+        if beside and (planned.step.alone or any(step.alone for step in beside)):
+            return False
+        return not set(planned.step.resources) & {resource for step in beside for resource in step.resources}
 
     def _start(self, name: str, services: dict[str, Any]) -> None:
         folder = self.views[name].folder
@@ -204,15 +210,28 @@ class Executor:
         self.watcher.changed(self.views[name])
 
     def _end_idle_services(self) -> None:
-        """End services that no step will lease any more."""
+        """End services that no step leases, nor will before another service takes their place on the device."""
         for service in self.services.values():
-            wanted = any(
-                service.name in planned.step.leases
-                and (name in self.running or (self.views[name].state == "waiting" and not self._blocked(planned)))
+            if service.child and not any(
+                name in self.running or self._comes_next(planned, service.name)
                 for name, planned in self.planned.items()
-            )
-            if service.child and not wanted:
+                if service.name in planned.step.leases
+            ):
                 service.end()
+
+    def _comes_next(self, planned: Planned, service: str) -> bool:
+        """Whether a step waits for this service, and nothing that is to run before it leases another one."""
+        if self.views[planned.name].state != "waiting" or self._blocked(planned):
+            return False
+        before, seen = [planned], {planned.name}
+        while before:
+            for need in self.plan.needs(before.pop()) - seen:
+                seen.add(need)
+                if self.views[need].state != "finished":
+                    if set(self.planned[need].step.leases) - {service}:
+                        return False
+                    before.append(self.planned[need])
+        return True
 
     def _end_children(self) -> None:
         children = [child for child, _ in self.running.values()]

@@ -99,7 +99,7 @@ class RunFolder:
                 found.add(step)
                 inputs = read_or_empty(step / "spec.json").get("inputs")
                 if isinstance(inputs, dict):
-                    todo += [step.parents[1] / name / Path(str(out)).parent.name for name, out in inputs.items()]
+                    todo += [step.parents[1] / path.parts[-3] / path.parts[-2] for path in map(Path, inputs.values())]
         return found
 
     def link_draft(self, out: Path) -> None:

@@ -99,6 +99,6 @@ def spec(run: RunFolder, plan: Plan, planned: Planned) -> dict[str, object]:
         "seed": plan.seed,
         "config": planned.config,
         "outside": dict(planned.step.outside),
-        "inputs": {name: str(run.step(steps[name]).out.absolute()) for name in planned.step.needs},
+        "inputs": {planned.step.role(name): str(run.step(steps[name]).out.absolute()) for name in planned.step.needs},
         "services": {},
     }

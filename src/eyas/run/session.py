@@ -72,8 +72,9 @@ def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> 
     write_json(run.path / "verdict.json", {**verdict, "seconds": seconds, "versions": versions, "seed": plan.seed})
     write_json(run.path / "timeline.json", timeline(run.path.name, plan, views, started))
     if all(view.state == "finished" for view in views):
-        if "export" in results:
-            run.link_draft(next(view.folder.out for view in views if view.name == "export"))
+        for view, planned in zip(views, plan.steps, strict=True):
+            if planned.step.product:
+                run.link_draft(view.folder.out)
         run.prune(plan)
     return report(run.path, strict=False)
 

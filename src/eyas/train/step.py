@@ -24,7 +24,7 @@ from eyas.store.store import FeatureStore
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import pack, plan
 
-STATE, RESULT = "state.safetensors", "training.json"
+STATE, RESULT, CURVE = "state.safetensors", "training.json", "curve.json"
 DRAFT = "draft"
 """Folder of the trained draft in float32, in the output."""
 CURVE_ROWS = 48
@@ -58,7 +58,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     else:
         progress.milestone("fitting the start")
         begin(spec, draft, store)
-        _evaluate(trainer, heldout, progress)
+        _evaluate(trainer, heldout, progress, out / CURVE, 0)
         trainer.save(state)
     lengths = store.lengths
     tokens = [sum(lengths[i] for i in batch) for batch in batches]
@@ -78,7 +78,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
             )
             recent = recent[-1:] if trainer.number == len(batches) else []
         if trainer.number in evaluations:
-            _evaluate(trainer, heldout, progress)
+            _evaluate(trainer, heldout, progress, out / CURVE, sum(tokens[: trainer.number]))
         if trainer.number in saves:
             trainer.save(state)
     seconds = max(time.monotonic() - began, 1e-9)
@@ -88,6 +88,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "steps": len(batches),
         "tokens": sum(tokens),
         "loss": trainer.loss,
+        "curve": read_json(out / CURVE),
         "tokens_per_second": sum(tokens[first:]) / seconds if first < len(batches) else None,
         "digest": checkpoint.digest(draft),
         "versions": {"torch": torch.__version__},
@@ -136,7 +137,8 @@ def begin(spec: StepSpec, draft: DraftModel, store: FeatureStore) -> None:
     start.fitted(draft, torch.cat(aux), torch.cat(following), torch.cat(goals), last_mlp)
 
 
-def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress) -> None:
+def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress, curve: Path, tokens: int) -> None:
+    """Say the held-out acceptance, and add it to the curve in place of what an ended attempt said from here on."""
     rows = spread(len(heldout), CURVE_ROWS)
     walks = [
         (sample.ids[sample.answer].tolist(), tally)
@@ -147,6 +149,8 @@ def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress) -> No
         f"accept_{entry['position']}": entry["accepted"] / max(1, figures["rounds"]) for entry in figures["by_position"]
     }
     progress.metric(step=trainer.number, accept_length=figures["accept_length"], **joint)
+    before = [point for point in (read_json(curve) if curve.is_file() else []) if point["tokens"] < tokens]
+    write_json(curve, [*before, {"tokens": tokens, "accept_length": figures["accept_length"]}])
 
 
 def _names(samples: list[Any]) -> str:

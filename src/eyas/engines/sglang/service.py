@@ -14,6 +14,7 @@ from eyas.config import Capture, Decode, Server, Target
 from eyas.engines import layers as layer_ids
 from eyas.engines import target as targets
 from eyas.engines.sglang import info, server
+from eyas.engines.sglang.configured import config_of
 from eyas.engines.sglang.install import status_of
 from eyas.engines.sglang.plugin.protocol import status_file
 from eyas.errors import UserError
@@ -38,27 +39,43 @@ def serve(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
         _existing(config, target, wanted, progress, ready)
         return
     asked = None if capture.layers == "default" else wanted
-    _end_on_sigterm()
-    dtype = spec.section(Target).dtype
-    with server.started(config, target.folder, dtype, out / "server", progress, layers=asked) as running:
-        found = info.first(running.endpoint.url)
-        _require(found, running.endpoint, target, wanted)
-        _say_pool(found, progress)
-        ready(_ready([running.endpoint], found, running.seconds))
-        _until_it_dies(running, config)
+    _launched(spec, out, progress, ready, wanted=wanted, layers=asked)
+
+
+def serve_plain(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
+    """Service entry: the target alone, without draft and plugin. Raises as `serve` does."""
+    _launched(spec, out, progress, ready)
 
 
 def serve_drafted(spec: StepSpec, out: Path, progress: Progress, ready: Ready) -> None:
     """Service entry: the target with the exported draft, without the plugin. Raises as `serve` does."""
-    config = spec.section(Server)
-    assert config.url is None, "the graph serves a draft only where eyas launches the server"
-    target = targets.read(spec.inputs["target"])
     draft = server.Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
-    dtype = spec.section(Target).dtype
+    _launched(spec, out, progress, ready, draft=draft)
+
+
+def _launched(
+    spec: StepSpec,
+    out: Path,
+    progress: Progress,
+    ready: Ready,
+    *,
+    wanted: tuple[int, int, int] | None = None,
+    layers: tuple[int, int, int] | None = None,
+    draft: server.Draft | None = None,
+) -> None:
+    """Start a server, say that it is ready and stay until it dies. `wanted`: the layers that its plugin must take."""
+    config, dtype = config_of(spec), spec.section(Target).dtype
+    assert config.url is None, "an existing server is not ours to start"
+    target = targets.read(spec.inputs["target"])
+    capture = wanted is not None
     _end_on_sigterm()
-    with server.started(config, target.folder, dtype, out / "server", progress, capture=False, draft=draft) as running:
+    with server.started(
+        config, target.folder, dtype, out / "server", progress, layers=layers, capture=capture, draft=draft
+    ) as running:
         found = info.first(running.endpoint.url)
-        if not found.speculative:
+        if wanted is not None:
+            _require(found, running.endpoint, target, wanted)
+        if draft is not None and not found.speculative:
             raise UserError(f"the server started without the draft; log: {running.log}")
         _say_pool(found, progress)
         ready(_ready([running.endpoint], found, running.seconds))
