@@ -13,11 +13,23 @@ import pytest
 from eyas import config
 from eyas.errors import UserError
 from eyas.files import write_json
-from eyas.plan import code, digests, graph
+from eyas.plan import code, digests, graph, loads
 from eyas.plan.changes import why
 from eyas.plan.graph import Step
 
-ALL = ("target", "prompts", "answers", "capture", "vocabulary", "train", "export", "replay", "decode", "verdict", "card")
+ALL = (
+    "target",
+    "prompts",
+    "answers",
+    "capture",
+    "vocabulary",
+    "train",
+    "export",
+    "replay",
+    "decode",
+    "verdict",
+    "card",
+)
 
 
 SERVED = (
@@ -138,7 +150,7 @@ def test_what_is_asked_for_becomes_a_step(tmp_path: Path) -> None:
     assert "again" not in steps
     assert [service.name for service in graph.build_services(asked)] == ["server", "drafted"]
     assert all("tune" in service.needs for service in graph.build_services(asked))
-    with pytest.raises(UserError, match="drafts: .*/gone is no folder"):
+    with pytest.raises(UserError, match=r"drafts: .*/gone is no folder"):
         graph.build(load(drafts=[str(tmp_path / "gone")]))
 
 
@@ -277,3 +289,18 @@ def test_why_a_step_runs_again(tmp_path: Path) -> None:
     for damaged in ("{", "[1]", "null"):
         (tmp_path / "old" / "spec.json").write_text(damaged)
         assert why(now, tmp_path) == "first time"
+
+
+def test_every_load_of_a_server_has_its_reason() -> None:
+    made = plan(load(engine={"kind": "sglang"}, tune={"goal": "latency", "max_loads": 5}, bench={"sweep": [2]}))
+    everything = {planned.name for planned in made.steps}
+    assert [(one.service, one.steps) for one in loads.loads(made, everything)] == [
+        ("server", ["doctor", "pilot-answers", "pilot-capture", "pilot-baseline"]),
+        ("pilot-drafted", ["pilot-decode"]),
+        ("server", ["answers", "capture", "baseline"]),
+        ("drafted", ["decode"]),
+        ("plain", ["again"]),
+    ]
+    assert loads.of_their_own(made, everything) == {"tune": 5, "sweep": 3}
+    assert [one.steps for one in loads.loads(made, {"decode", "again"})] == [["decode"], ["again"]]
+    assert loads.loads(plan(load()), everything) == []

@@ -113,7 +113,9 @@ def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
 def test_a_step_reads_its_needs_and_leases_by_their_roles(tmp_path: Path) -> None:
     steps = (
         Step("small-one", "toys:work"),
-        Step("two", "toys:work", needs=("small-one",), leases=("web",), roles=(("small-one", "one"), ("web", "server"))),
+        Step(
+            "two", "toys:work", needs=("small-one",), leases=("web",), roles=(("small-one", "one"), ("web", "server"))
+        ),
     )
     assert toyrun.run(tmp_path, steps=steps, services=WEB)[0] == 0
     (folder,) = (tmp_path / "steps" / "two").iterdir()

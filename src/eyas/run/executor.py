@@ -223,15 +223,8 @@ class Executor:
         """Whether a step waits for this service, and nothing that is to run before it leases another one."""
         if self.views[planned.name].state != "waiting" or self._blocked(planned):
             return False
-        before, seen = [planned], {planned.name}
-        while before:
-            for need in self.plan.needs(before.pop()) - seen:
-                seen.add(need)
-                if self.views[need].state != "finished":
-                    if set(self.planned[need].step.leases) - {service}:
-                        return False
-                    before.append(self.planned[need])
-        return True
+        unfinished = {name for name, view in self.views.items() if view.state != "finished"}
+        return self.plan.comes_next(planned, service, unfinished)
 
     def _end_children(self) -> None:
         children = [child for child, _ in self.running.values()]

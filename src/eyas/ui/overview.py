@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from eyas.plan import loads
 from eyas.plan.changes import why
 from eyas.plan.digests import Plan
 from eyas.run import lock, outputs, process
@@ -37,10 +38,24 @@ def planned(folder: Path, plan: Plan) -> str:
             else:
                 reason = "goes on where it stopped" if there.path.exists() else why(step, there.path.parent)
             what = f"would run ({reason})" + (f", about {duration(seconds)}" if seconds is not None else "")
-        rows.append(f"{step.name:12}  {step.digest[:8]}  {what}")
+        rows.append(f"{step.name:16}  {step.digest[:8]}  {what}")
+    rows += _loads(plan, needed - sound)
+    if (pays := found["pilot"].result().get("break_even") if "pilot" in sound else None) is not None:
+        rows.append(f"A draft must reach {pays:.2f} tokens a step to pay on this server (from the pilot).")
     if left:
         rows.append(f"Expected: {'at least ' if unknown else ''}{duration(left)}.")
     return "\n".join(rows)
+
+
+def _loads(plan: Plan, needed: set[str]) -> list[str]:
+    """The server loads with their reasons; nothing where no server is needed."""
+    found, own = loads.loads(plan, needed), loads.of_their_own(plan, needed)
+    if not found and not own:
+        return []
+    lines = [f"Server loads: {len(found)}" + (f", and up to {sum(own.values())} more" if own else "")]
+    lines += [f"  {load.service:14}  for {', '.join(load.steps)}" for load in found]
+    lines += [f"  up to {most:<8}  of {name}, its own" for name, most in own.items()]
+    return lines
 
 
 def read_status(folder: Path) -> dict[str, Any]:
