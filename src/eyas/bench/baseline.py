@@ -1,87 +1,120 @@
-"""The baseline step of an SGLang run: some held-out prompts answered without a draft, one request at a time, and timed.
+"""The baseline step of an SGLang run: the target without a draft, at every concurrency, temperature and workload asked.
 
-It leases the same server that answered and captured, so that the target is loaded once. The decode step times the same
-prompts with the draft; both take per-request figures only, so health checks and warm-up shift nothing.
+It leases the same server that answered and captured, so that the target is loaded once. The decode step measures the
+same prompts with the draft, the `again` step measures the plain server once more after it. All take per-request
+figures, so health checks and warm-up shift nothing.
 """
 
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from eyas.config import Answers, Decode
-from eyas.decode.replay import answer_length, spread
+from eyas.bench import measure, workloads
+from eyas.bench.measure import Block, Load, Prompt
+from eyas.config import Bench, Decode, Target
+from eyas.decode.replay import answer_length
 from eyas.engines import target as targets
 from eyas.engines.sglang import client, info
-from eyas.engines.sglang.answers import answer_of, body
-from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.server import endpoints
+from eyas.engines.target import TargetInfo
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
 
-FILE = "baseline.json"
-WARM_UP_TOKENS = 4
+PLAIN, DRAFTED = "plain", "drafted"
+Figure = tuple[str, int, float]
+"""Workload, concurrency, temperature."""
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
-    """Step entry; leases `server`. Writes baseline.json: a row of the held-out store (`prompt`), `ids`, `seconds`."""
+    """Step entry; leases `server`. Writes plain-*.json, a file for each figure."""
     target = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
-    end = endpoints(spec.services["server"])[0]
+    url = endpoints(spec.services["server"])[0].url
     with client.leased():
-        about = info.read(end.url)
-        timing = time_rows(end.url, spec, store, target.eos_token_ids, progress)
-    write_json(out / FILE, timing)
-    tokens, seconds = sum(len(row["ids"]) for row in timing), sum(row["seconds"] for row in timing)
+        about = info.read(url)
+        found = take(url, spec, store, target, None, out, progress)
     return {
-        "prompts": len(timing),
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 2),
+        "figures": [
+            {"workload": workload, "concurrency": concurrency, "temperature": heat, **measure.figures(blocks)}
+            for (workload, concurrency, heat), blocks in found.items()
+        ],
         "versions": {"sglang": about.version},
     }
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """What the step wrote."""
-    timing: list[dict[str, Any]] = read_json(folder / FILE)
-    return timing
+def take(
+    url: str,
+    spec: StepSpec,
+    store: FeatureStore,
+    target: TargetInfo,
+    draft_tokens: int | None,
+    out: Path,
+    progress: Progress,
+) -> dict[Figure, list[Block]]:
+    """Measure every figure that the run file asks for; what an earlier attempt wrote into `out` is kept."""
+    config = spec.section(Bench)
+    server = measure.SGLang(url, target.eos_token_ids, target.vocab_size)
+    prefix = PLAIN if draft_tokens is None else DRAFTED
+    kwargs = spec.section(Target).chat_template_kwargs
+    asked = {name: workloads.prompts(name, config.prompts, target, store, kwargs) for name in config.workloads}
+    wanted = list(figures(config))
+    there = read_blocks(out, prefix)
+    # Several requests at a time need more prompts than few, or the last ones run alone.
+    jobs = [
+        (figure, few(asked[figure[0]], figure[1]), Load(figure[1], config.max_new_tokens, figure[2], draft_tokens))
+        for figure in wanted
+        if figure not in there
+    ]
+    progress.total(sum(len(prompts) for _, prompts, _ in jobs) * config.rounds, "requests")
+    for (workload, concurrency, heat), prompts, load in jobs:
+        progress.milestone(f"{workload}: {concurrency} at a time" + (f", temperature {heat:g}" if heat else ""))
+        measure.warm_up(server, prompts, load)
+        blocks = [measure.block(server, prompts, load, progress) for _ in range(config.rounds)]
+        said = {"workload": workload, "concurrency": concurrency, "temperature": heat}
+        path = out / f"{prefix}-{wanted.index((workload, concurrency, heat)):03}.json"
+        write_json(path, {**said, "blocks": [block.to_json() for block in blocks]})
+    found = read_blocks(out, prefix)
+    return {figure: found[figure] for figure in wanted}
 
 
-def time_rows(
-    url: str, spec: StepSpec, store: FeatureStore, eos: Sequence[int], progress: Progress
-) -> list[dict[str, Any]]:
-    """Answer the rows that are to be timed, one after another, whatever the server serves with."""
-    config, answers = spec.section(Decode), spec.section(Answers)
-    longest = min(answers.heldout_max_new_tokens or answers.max_new_tokens, config.timing_tokens)
-    rows = spread(len(store), config.timing_prompts)
-    progress.milestone("timing one request at a time")
-    progress.total(len(rows), "prompts")
-    connection, timing = Connection(url), []
-    # The first request on a connection, and the first of a server, pay for what is set up once.
-    client.ask(connection, _alone(prompt_of(store.sample(rows[0])), WARM_UP_TOKENS, eos))
-    for row in rows:
-        asked = _alone(prompt_of(store.sample(row)), longest, eos)
-        began = time.perf_counter()
-        reply = client.ask(connection, asked)
-        seconds = time.perf_counter() - began
-        ids, _ = answer_of(url, reply, eos, store.contract.vocab_size)
-        timing.append({"prompt": row, "ids": ids, "seconds": seconds})
-        progress.advance(1)
-    connection.close()
-    return timing
+def figures(config: Bench) -> Iterator[Figure]:
+    """What is to be measured."""
+    for workload in config.workloads:
+        for heat in config.temperatures:
+            for concurrency in config.concurrencies:
+                yield workload, concurrency, heat
+
+
+def few(prompts: Sequence[Prompt], concurrency: int) -> list[Prompt]:
+    """As many prompts as keep `concurrency` requests busy; where there are fewer, they come again."""
+    return list(islice(cycle(prompts), max(len(prompts), 2 * concurrency)))
+
+
+def read_blocks(folder: Path, prefix: str = PLAIN) -> dict[Figure, list[Block]]:
+    """The blocks that `take` wrote, of the plain or of the drafted server."""
+    found = {}
+    for path in sorted(folder.glob(f"{prefix}-*.json")):
+        said = read_json(path)
+        figure = said["workload"], said["concurrency"], said["temperature"]
+        found[figure] = [Block.from_json(block) for block in said["blocks"]]
+    return found
+
+
+def rows(plain: dict[Figure, list[Block]], drafted: dict[Figure, list[Block]], config: Decode) -> list[dict[str, Any]]:
+    """The bench rows of both servers."""
+    return [
+        measure.row(workload, Load(concurrency, 0, heat, config.draft_tokens), plain[figure], blocks)
+        for figure, blocks in drafted.items()
+        for workload, concurrency, heat in [figure]
+        if figure in plain
+    ]
 
 
 def prompt_of(sample: Sample) -> list[int]:
     """The ids before the sample's answer."""
     ids: list[int] = sample.ids[: len(sample.ids) - answer_length(sample)].tolist()
     return ids
-
-
-def _alone(prompt: list[int], longest: int, eos: Sequence[int]) -> dict[str, Any]:
-    """A request that computes its whole prompt, whatever came before it."""
-    return {**body(prompt, longest, eos), "extra_key": uuid.uuid4().hex}

@@ -2,10 +2,11 @@
 
 Three facts come out, in the very form of the in-process decode step: the accept length as served beside the one that
 replay predicts for the same prompts; whether every answer equals the target's own; how much faster it is than the
-baseline, one request at a time. All figures are those of single requests.
+baseline, at every concurrency, temperature and workload of the run file.
 """
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from typing import Any
 import torch
 
 from eyas.bench import baseline
+from eyas.bench.baseline import Figure
 from eyas.bench.counts import tally_of
+from eyas.bench.measure import Block
+from eyas.bench.workloads import HELDOUT
 from eyas.capture import proofs
-from eyas.config import Answers, Decode, Engine, Server
+from eyas.config import Answers, Bench, Decode, Engine, Server, Target
 from eyas.decode.acceptance import Tally
 from eyas.decode.replay import answer_length, load_draft, pooled, replay, spread
-from eyas.decode.step import speedup
 from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import pick_device, use_threads
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.answers import answer_of, body
+from eyas.engines.sglang.command import Draft, command, flags
+from eyas.engines.sglang.configured import config_of
 from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.pool import fan_out
 from eyas.engines.sglang.server import endpoints
@@ -33,28 +38,30 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.store import FeatureStore
 
-ROWS, TIMED = "decoded.json", "timed.json"
+ROWS = "decoded.json"
+PORT = 30000
+"""Of the launch command, where the run file names none: SGLang's own default."""
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry; leases `drafted`. Raises UserError: a server that serves without speculation, or hides its counts."""
-    config = spec.section(Decode)
+    config, bench = spec.section(Decode), spec.section(Bench)
     use_threads(spec.section(Engine))
     target = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
-    end = endpoints(spec.services["drafted"])[0]
+    url = endpoints(spec.services["drafted"])[0].url
     rows = spread(len(store), config.prompts)
     with client.leased():
-        about = info.read(end.url)
-        if not (out / TIMED).exists():
-            timed = baseline.time_rows(end.url, spec, store, target.eos_token_ids, progress)
-            write_json(out / TIMED, timed)
+        about = info.read(url)
+        drafted = baseline.take(url, spec, store, target, config.draft_tokens, out, progress)
         if not (out / ROWS).exists():
             progress.total(len(rows), "prompts")
             progress.milestone("answering with the draft")
-            write_json(out / ROWS, answer_rows(end.url, spec, store, rows, target, progress))
+            write_json(out / ROWS, answer_rows(url, spec, store, rows, target, progress))
     records = read_json(out / ROWS)
-    timing = compare(baseline.read(spec.inputs["baseline"]), read_json(out / TIMED))
+    plain = baseline.read_blocks(spec.inputs["baseline"])
+    figures = baseline.rows(plain, drafted, config)
+    timing = compare(plain, drafted)
     progress.milestone("replaying the same prompts")
     draft = load_draft(spec.inputs["export"], target, torch.float32, pick_device(spec.section(Engine)))
     predicted = {row: tally for row, _, tally in replay(draft, store, config.draft_tokens, rows, Silent())}
@@ -62,23 +69,34 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     different = [record for record in records if record["differs"] is not None]
     ties = near_ties(store, different, target) if dtype != "float32" else []
     wrong = {record["row"] for record in different if record["row"] not in ties}
-    wrong |= {row["prompt"] for row in timing if not row["equal"]} if dtype == "float32" else set()
+    timed_wrong = sum(not row["equal"] for row in timing) if dtype == "float32" else 0
+    first = next((row for row in figures if (row["workload"], row["concurrency"]) == (HELDOUT, 1)), None)
     return {
         **pooled([(r["answer"], Tally(**r["tally"])) for r in records], config.draft_tokens),
         "predicted": pooled([(r["answer"], predicted[r["row"]]) for r in records], config.draft_tokens),
-        "lossless": not wrong,
-        "mismatches": len(wrong),
+        "lossless": not wrong and not timed_wrong,
+        "mismatches": len(wrong) or timed_wrong,
         "near_ties": len(ties),
         "different_rows": sorted({record["row"] for record in different} | wrong),
         "inexact_rows": sum(not record["exact"] for record in records),
         "prompts": len(rows),
         "dtype": dtype,
         "engine": f"SGLang {about.version}",
-        "speedup": speedup([a_token(row) for row in timing]),
-        "timed_tokens": config.timing_tokens,
+        "speedup": first["ratio"] if first else {"ratio": None, "low": None, "high": None},
+        "bench": figures,
+        "launch": launch(spec, target),
+        "timed_tokens": bench.max_new_tokens,
         "timing": timing,
         "versions": {"sglang": about.version},
     }
+
+
+def launch(spec: StepSpec, target: TargetInfo) -> str:
+    """The shell command that serves the target with the exported draft as it was measured."""
+    config = config_of(spec)
+    draft = Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
+    line = command(config, target.folder, spec.section(Target).dtype, config.port or PORT, flags(config, draft, {}))
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in config.env.items()), shlex.join(line)])
 
 
 def answer_rows(
@@ -112,25 +130,24 @@ def difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def compare(plain: Sequence[dict[str, Any]], draft: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The timings of the same prompts without and with the draft, as the in-process decode step lists them."""
-    assert [row["prompt"] for row in plain] == [row["prompt"] for row in draft], "other prompts were timed"
+def compare(plain: Mapping[Figure, list[Block]], drafted: Mapping[Figure, list[Block]]) -> list[dict[str, Any]]:
+    """Greedy answers to the same held-out prompts one at a time, without and with the draft: seconds and equality, in
+    the form of the in-process decode step."""
+    figure = (HELDOUT, 1, 0.0)
+    if figure not in plain or figure not in drafted:
+        return []
+    pairs = zip(plain[figure][0].requests, drafted[figure][0].requests, strict=True)
     return [
         {
-            "prompt": one["prompt"],
-            "tokens": len(one["ids"]),
-            "draft_tokens": len(other["ids"]),
-            "equal": one["ids"] == other["ids"],
-            "plain": one["seconds"],
-            "draft": other["seconds"],
+            "prompt": one.key,
+            "tokens": len(one.ids),
+            "draft_tokens": len(other.ids),
+            "equal": one.ids == other.ids,
+            "plain": one.seconds,
+            "draft": other.seconds,
         }
-        for one, other in zip(plain, draft, strict=True)
+        for one, other in pairs
     ]
-
-
-def a_token(row: dict[str, Any]) -> dict[str, float]:
-    """The seconds of each token of a timed prompt: where the answers differ, one may be the longer one."""
-    return {"plain": row["plain"] / max(row["tokens"], 1), "draft": row["draft"] / max(row["draft_tokens"], 1)}
 
 
 def near_ties(store: FeatureStore, different: Sequence[dict[str, Any]], target: TargetInfo) -> set[int]:

@@ -1,0 +1,46 @@
+"""Which server loads a run takes, and what for. A load of a large target is minutes: each must have a reason."""
+
+from dataclasses import dataclass
+
+from eyas.plan.digests import Plan
+
+STARTS_SERVERS = {"tune": "tune", "sweep": "bench"}
+"""Steps that start servers themselves, and the section that says how many at most (`max_loads`)."""
+
+
+@dataclass
+class Load:
+    """One start of a service."""
+
+    service: str
+    steps: list[str]
+    """What leases it while it is up, in order."""
+
+
+def loads(plan: Plan, needed: set[str]) -> list[Load]:
+    """The loads that the steps `needed` take, in order, by the executor's own rule: a service stays up for a step that
+    waits for it as long as nothing that is to run before that step leases another service."""
+    coming = {planned.name: planned for planned in plan.steps if planned.name in needed}
+    found: list[Load] = []
+    up: dict[str, Load] = {}
+    for planned in list(coming.values()):
+        for service in planned.step.leases:
+            if service not in up:
+                up[service] = Load(service, [])
+                found.append(up[service])
+            up[service].steps.append(planned.name)
+        del coming[planned.name]
+        for service in list(up):
+            waiting = [step for step in coming.values() if service in step.step.leases]
+            if not any(plan.comes_next(step, service, set(coming)) for step in waiting):
+                del up[service]
+    return found
+
+
+def of_their_own(plan: Plan, needed: set[str]) -> dict[str, int]:
+    """How many servers the steps that start them by themselves may load at most."""
+    return {
+        planned.name: int(planned.config[STARTS_SERVERS[planned.name]]["max_loads"])
+        for planned in plan.steps
+        if planned.name in STARTS_SERVERS and planned.name in needed
+    }
