@@ -1,6 +1,7 @@
 """The training step: features and vocabulary in, trained weights out. Stands between capture and export."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
+from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import pack, plan
@@ -57,7 +59,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         trainer.restore(state)
     else:
         progress.milestone("fitting the start")
-        begin(spec, draft, store)
+        begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
         _evaluate(trainer, heldout, progress, out / CURVE, 0)
         trainer.save(state)
     lengths = store.lengths
@@ -112,18 +114,19 @@ def build(spec: StepSpec, device: torch.device) -> tuple[DraftModel, torch.Tenso
 
 
 @torch.no_grad()
-def begin(spec: StepSpec, draft: DraftModel, store: FeatureStore) -> None:
-    """Give the draft its first weights, as the run file's `draft.start` says."""
-    info = targets.read(spec.inputs["target"])
-    generator = torch.Generator().manual_seed(spec.seed)
+def begin(
+    draft: DraftModel, info: targets.TargetInfo, how: str, seed: int, count: int, sample: Callable[[int], Sample]
+) -> None:
+    """Give the draft its first weights, as `draft.start` says; `sample(i)` is one of `count` training samples."""
+    generator = torch.Generator().manual_seed(seed)
     head = weights.head(info.folder)[draft.target_ids.cpu()].float()
     start.random(draft, head, weights.final_norm(info.folder).float(), generator)
-    if spec.section(Draft).start == "random":
+    if how == "random":
         return
     aux, following, goals = [], [], []
     found = 0
-    for i in torch.randperm(len(store), generator=generator).tolist():
-        batch = pack([store.sample(i)], draft.fc.weight.device, torch.float32)
+    for i in torch.randperm(count, generator=generator).tolist():
+        batch = pack([sample(i)], draft.fc.weight.device, torch.float32)
         slots = chain_lengths(batch.packed, 1).nonzero().flatten()
         aux.append(batch.aux[slots])
         following.append(batch.packed.ids[slots + 1])
