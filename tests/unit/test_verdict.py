@@ -227,3 +227,74 @@ def test_the_same_tokens_in_float32_leave_no_room_for_chance() -> None:
     exact = verdict(**close, dtype="float32")
     assert exact["deploy"]["verdict"] == "no"
     assert "1.650 and 1.600, where 0.010 is allowed" in exact["reasons"][0]
+
+
+def bench_row(concurrency: int, ratio: float, spread: float = 0.05, **changes: Any) -> dict[str, Any]:
+    return {
+        "workload": "heldout",
+        "concurrency": concurrency,
+        "temperature": 0.0,
+        "draft_tokens": 3,
+        "ratio": {"ratio": ratio, "low": ratio - spread, "high": ratio + spread},
+        "acceptance": acceptance(1000, 400, 150, 50),
+        "round_seconds": 0.012,
+        "token_seconds": 0.01,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.4, 1.2, 1.1], ("yes", 16)),
+        ([1.4, 1.2, 0.9], ("up_to", 4)),
+        ([1.4, 1.02, 1.2], ("up_to", 1)),
+        ([0.9, 1.2, 1.2], ("no", None)),
+    ],
+)
+def test_a_draft_is_deployed_up_to_where_it_pays(ratios: list[float], expected: tuple[str, int | None]) -> None:
+    rows = [bench_row(c, ratio) for c, ratio in zip((1, 4, 16), ratios, strict=True)]
+    found = verdict(bench=rows, launch="serve it")
+    assert (found["deploy"]["verdict"], found["deploy"]["max_concurrency"]) == expected
+    assert [row["break_even"] for row in found["speedup"]] == [pytest.approx(1.2)] * 3
+    assert found["launch"] == "serve it"
+    assert "must reach 1.20 tokens a step to pay on this server; this one reaches 1.60" in " ".join(found["reasons"])
+
+
+def test_a_speed_up_beyond_the_accept_length_is_no_speed_up() -> None:
+    """What a cold baseline once gave: 2.73 times, low end 1.7, from an accept length of 1.60."""
+    found = verdict(bench=[bench_row(1, 2.73, 1.0)])
+    assert found["deploy"]["verdict"] == "no"
+    assert "cannot be: a verify step costs at least a plain step" in found["reasons"][0]
+
+
+def test_a_baseline_that_drifts_further_than_the_gain_decides_nothing() -> None:
+    rows = [bench_row(1, 1.3)]
+    calm, moved = ({"again": {"bench": rows, "drift": {"1": {"ratio": r}}}} for r in (1.1, 0.7))
+    assert decide(decode=decoded(), **OTHERS, more=calm)["deploy"]["verdict"] == "yes"
+    found = decide(decode=decoded(), **OTHERS, more=moved)
+    assert found["deploy"]["verdict"] == "no"
+    assert "changed by 0.70 times between its two loads" in found["reasons"][0]
+
+
+def test_other_workloads_and_temperatures_are_told_and_do_not_decide() -> None:
+    rows = [bench_row(1, 1.4), bench_row(1, 0.8, workload="humaneval"), bench_row(1, 0.9, temperature=1.0)]
+    found = verdict(bench=rows)
+    assert found["deploy"]["verdict"] == "yes"
+    text = " ".join(found["reasons"])
+    assert "On humaneval at temperature 0, 1 request at a time: 0.80 times as fast" in text
+    assert "On heldout at temperature 1, 1 request at a time: 0.90 times as fast" in text
+
+
+def test_what_else_was_measured_is_told() -> None:
+    more = {
+        "sweep": {"best": [{"concurrency": 1, "draft_tokens": 5, "speedup": 1.4}], "crossover": 8},
+        "candidates": {"candidates": [{"folder": "d", "accept_length": 1.9, "problem": None}]},
+        "tune": {"against_default": {"ratio": 1.07, "low": 1.02, "high": 1.12}},
+    }
+    found = decide(decode=decoded(), **OTHERS, more=more)
+    text = " ".join(found["reasons"])
+    for said in ("draft tokens is 5 with 1 request", "Above 8 requests at a time plain decoding wins",
+                 "existing draft d reaches 1.90", "1.07 times the server's default"):  # fmt: skip
+        assert said in text
+    assert found["sweep"] == more["sweep"]

@@ -5,24 +5,27 @@ or no in sentences. `reasons` begin with those that decided; the rest tell how f
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from eyas.bench import cost
+from eyas.bench.parity import ABSOLUTE, accept_length, by_position, compare, count, number, positions
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
 
 NEEDS = ("replay", "decode", "train", "vocabulary", "capture")
-ABSOLUTE = 0.01
-"""Differences up to this are never held against a draft (an accept length, or a rate)."""
-STANDARD_ERRORS = 3.0
+IF_THERE = ("again", "sweep", "candidates", "tune", "pilot")
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry: read the five results, decide, write `verdict.json`."""
     progress.milestone("weighing the figures")
     found = {name: read_json(spec.inputs[name] / "result.json") for name in NEEDS if name in spec.inputs}
-    verdict = decide(**found) if "decode" in found else undecided(**found)
+    more = {name: read_json(spec.inputs[name] / "result.json") for name in IF_THERE if name in spec.inputs}
+    verdict = decide(**found, more=more) if "decode" in found else undecided(**found, more=more)
     write_json(out / "verdict.json", verdict)
     return verdict
 
@@ -33,48 +36,67 @@ def decide(
     train: dict[str, Any],
     vocabulary: dict[str, Any],
     capture: dict[str, Any],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What verdict.json holds, from the results of the five steps (docs/seams.md)."""
+    """What verdict.json holds, from the results of the five steps and of those that a run may have besides
+    (docs/seams.md)."""
     predicted = _dict(decode.get("predicted"))
-    speedup = [{"concurrency": 1, **_interval(_dict(decode.get("speedup")))}]
+    bench = _dict(more.get("again")).get("bench") or decode.get("bench") or []
+    speedup = _speedups(bench) or [{"concurrency": 1, **_interval(_dict(decode.get("speedup")))}]
     lossless = decode.get("lossless") is True
-    against = _distrust(predicted, decode, lossless)
+    against = _distrust(predicted, decode, lossless) + _disturbed(speedup, _dict(more.get("again")).get("drift") or {})
     deploy, pace = _deploy(speedup, trusted=not against)
     return {
         "accept_length": {
-            "predicted": _accept_length(predicted),
-            "served": _accept_length(decode),
-            "draft_tokens": _count(decode, "draft_tokens"),
-            "by_position": _by_position(predicted, decode),
+            "predicted": accept_length(predicted),
+            "served": accept_length(decode),
+            "draft_tokens": count(decode, "draft_tokens"),
+            "by_position": by_position(predicted, decode),
             "looping": {
-                "rows": _count(_dict(decode.get("looping")), "rows"),
-                "predicted": _number(_dict(predicted.get("looping")).get("accept_length")),
-                "served": _number(_dict(decode.get("looping")).get("accept_length")),
+                "rows": count(_dict(decode.get("looping")), "rows"),
+                "predicted": number(_dict(predicted.get("looping")).get("accept_length")),
+                "served": number(_dict(decode.get("looping")).get("accept_length")),
             },
         },
         "speedup": speedup,
         "lossless": lossless,
         "deploy": deploy,
-        "reasons": [*against, pace, *_reach(replay, decode, lossless), *_training(train, vocabulary, capture)],
+        "reasons": [
+            *against,
+            pace,
+            *_pays(speedup),
+            *_elsewhere(bench),
+            *_swept(_dict(more.get("sweep"))),
+            *_others(more),
+            *_reach(replay, decode, lossless),
+            *_training(train, vocabulary, capture),
+        ],
+        "bench": bench,
+        "launch": decode.get("launch"),
+        **{name: more[name] for name in ("sweep", "candidates", "tune") if name in more},
     }
 
 
 def undecided(
-    replay: dict[str, Any], train: dict[str, Any], vocabulary: dict[str, Any], capture: dict[str, Any]
+    replay: dict[str, Any],
+    train: dict[str, Any],
+    vocabulary: dict[str, Any],
+    capture: dict[str, Any],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What verdict.json holds where the draft was not served, since eyas does not start the server: a prediction."""
-    predicted = _accept_length(replay)
+    predicted = accept_length(replay)
     looping = {
-        "rows": _count(_dict(replay.get("looping")), "rows"),
-        "predicted": _number(_dict(replay.get("looping")).get("accept_length")),
+        "rows": count(_dict(replay.get("looping")), "rows"),
+        "predicted": number(_dict(replay.get("looping")).get("accept_length")),
         "served": None,
     }
     return {
         "accept_length": {
             "predicted": predicted,
             "served": None,
-            "draft_tokens": _count(replay, "draft_tokens"),
-            "by_position": _by_position(replay, {}),
+            "draft_tokens": count(replay, "draft_tokens"),
+            "by_position": by_position(replay, {}),
             "looping": looping,
         },
         "speedup": [],
@@ -84,9 +106,12 @@ def undecided(
             "The draft was not served, so its speed is not known: server.url names a server that eyas does not start. "
             "Start it with the draft (the draft's own page says how) and measure, or let eyas launch it.",
             f"Replay on all held-out answers predicts an accept length of {_say(predicted)}, "
-            f"over {_plural(_count(replay, 'rounds'), 'step')}.",
+            f"over {_plural(count(replay, 'rounds'), 'step')}.",
+            *_others(more),
             *_training(train, vocabulary, capture),
         ],
+        "bench": [],
+        "launch": None,
     }
 
 
@@ -94,12 +119,12 @@ def _distrust(predicted: dict[str, Any], decode: dict[str, Any], lossless: bool)
     """Sentences that speak against believing the figures at all; none if they may be believed."""
     reasons = []
     if not lossless:
-        count = _count(decode, "mismatches")
+        wrong = count(decode, "mismatches")
         reasons.append(
-            f"Decoding with the draft is not lossless: {count} of {_plural(_count(decode, 'prompts'), 'answer')} "
+            f"Decoding with the draft is not lossless: {wrong} of {_plural(count(decode, 'prompts'), 'answer')} "
             "differ from the target's own. A drafter may only change the speed."
         )
-    empty = [what for what, part in (("predicted", predicted), ("decoded", decode)) if not _count(part, "rounds")]
+    empty = [what for what, part in (("predicted", predicted), ("decoded", decode)) if not count(part, "rounds")]
     if empty:
         return [
             *reasons,
@@ -109,77 +134,107 @@ def _distrust(predicted: dict[str, Any], decode: dict[str, Any], lossless: bool)
     for what, part in (("predicted", predicted), ("decoded", decode)):
         reasons += _contradictions(what, part)
     exact = lossless and decode.get("dtype") == "float32"
-    return reasons + _disagreements(predicted, decode, exact)
+    return reasons + compare(predicted, decode, exact)
 
 
 def _contradictions(what: str, part: dict[str, Any]) -> list[str]:
     """An accept length has one definition; a figure that its own counts do not give is not that."""
-    counted, said = _accept_length(part), _number(part.get("accept_length"))
-    joint = sum(_count(row, "accepted") for row in _positions(part))
+    counted, said = accept_length(part), number(part.get("accept_length"))
+    joint = sum(count(row, "accepted") for row in positions(part))
     if said is None or counted is None or abs(said - counted) > ABSOLUTE / 2:
         return [f"The {what} accept length is given as {_say(said)}, but its counts make it {_say(counted)}."]
-    if joint != _count(part, "accepted"):
+    if joint != count(part, "accepted"):
         return [
-            f"The {what} counts contradict each other: {_count(part, 'accepted')} drafts accepted in all, "
+            f"The {what} counts contradict each other: {count(part, 'accepted')} drafts accepted in all, "
             f"{joint} added up by position."
         ]
     return []
 
 
-def _disagreements(predicted: dict[str, Any], decode: dict[str, Any], exact: bool) -> list[str]:
-    """Where predicted and decoded acceptance on the same prompts differ by more than they may.
+def _speedups(bench: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures that decide: greedy, on the first workload, by concurrency."""
+    rows = [row for row in bench if row["temperature"] == 0] or bench
+    return [
+        {
+            "concurrency": row["concurrency"],
+            **_interval(row["ratio"]),
+            "break_even": cost.break_even(row),
+            "accept_length": cost.accept_length(row),
+        }
+        for row in rows
+        if row["workload"] == rows[0]["workload"]
+    ]
 
-    `exact`: both saw the same tokens in float32, where only the draft's own ties can differ: 0.01 is allowed. Else 0.01
-    or three standard errors, whichever is larger. The standard error is that of a difference of two samples of one
-    population, whose variance is estimated from both sides' counts together. Both sides saw the same prompts, so their
-    true spread is smaller, and what exceeds this is a fault: of the replay, the draft or the decoder.
+
+def _disturbed(speedup: list[dict[str, Any]], drift: dict[str, dict[str, Any]]) -> list[str]:
+    """Where a speed-up cannot be what it is said to be.
+
+    A verify step takes at least as long as a plain one, so no draft is faster than its accept length; and what two
+    loads of the same plain server differ by is no gain.
     """
-    if _count(predicted, "draft_tokens") != _count(decode, "draft_tokens"):
-        return [
-            f"Predicted and decoded acceptance cannot be compared: {_count(predicted, 'draft_tokens')} and "
-            f"{_count(decode, 'draft_tokens')} draft tokens a step."
-        ]
     reasons = []
-    one, two = _accept_length(predicted), _accept_length(decode)
-    rounds = _count(predicted, "rounds"), _count(decode, "rounds")
-    allowed = ABSOLUTE if exact else _allowed(_variance(predicted, decode), *rounds)
-    if one is not None and two is not None and abs(one - two) > allowed:
-        reasons.append(
-            f"Predicted and decoded accept length differ on the same prompts: {one:.3f} and {two:.3f}, "
-            f"where {allowed:.3f} is allowed."
-        )
-    for row in _by_position(predicted, decode):
-        n, m = row["reached_predicted"], row["reached"]
-        if not n or not m:
-            continue
-        p, q = row["accepted_predicted"] / n, row["accepted_served"] / m
-        rate = min(1.0, (row["accepted_predicted"] + row["accepted_served"]) / (n + m))
-        allowed = max(ABSOLUTE, 3 / min(n, m)) if exact else _allowed(rate * (1 - rate), n, m)
-        if abs(p - q) > allowed:
+    for row in speedup:
+        at, length, low, ratio = row["concurrency"], number(row.get("accept_length")), row["low"], row["ratio"]
+        if length is not None and low is not None and low > length:
             reasons.append(
-                f"Acceptance at position {row['position']} differs on the same prompts: {p:.1%} predicted, "
-                f"{q:.1%} decoded, where {100 * allowed:.1f} points are allowed."
+                f"A speed-up of {ratio:.2f} with {_plural(at, 'request')} at a time cannot be: a verify step costs at "
+                f"least a plain step, so an accept length of {length:.2f} allows no more than that. The baseline was "
+                "disturbed: measure again on a quiet machine."
+            )
+        moved = number(_dict(drift.get(str(at))).get("ratio"))
+        if moved and ratio and ratio > 1 and abs(math.log(moved)) > math.log(ratio):
+            reasons.append(
+                f"The plain server itself changed by {moved:.2f} times between its two loads, with "
+                f"{_plural(at, 'request')} at a time, more than the draft gains ({ratio:.2f}): measure again."
             )
     return reasons
 
 
-def _variance(*parts: dict[str, Any]) -> float:
-    """Variance of the drafts accepted in one verify step, all parts pooled.
-
-    The joint counts give the whole distribution: P(at least k accepted) = accepted at position k / rounds.
-    """
-    rounds = sum(_count(part, "rounds") for part in parts)
-    mean = square = 0.0
-    for part in parts:
-        for row in _positions(part):
-            share = _count(row, "accepted") / rounds
-            mean += share
-            square += (2 * _count(row, "position") - 1) * share
-    return max(0.0, square - mean * mean)
+def _pays(speedup: list[dict[str, Any]]) -> list[str]:
+    """Accept lengths at which a draft begins to pay, beside those that were reached."""
+    return [
+        f"With {_plural(row['concurrency'], 'request')} at a time a draft must reach {row['break_even']:.2f} tokens a "
+        f"step to pay on this server; this one reaches {_say(row['accept_length'])}."
+        for row in speedup
+        if row.get("break_even")
+    ]
 
 
-def _allowed(variance: float, n: int, m: int) -> float:
-    return max(ABSOLUTE, STANDARD_ERRORS * math.sqrt(variance * (1 / n + 1 / m)))
+def _elsewhere(bench: list[dict[str, Any]]) -> list[str]:
+    """The figures that do not decide: other workloads, other temperatures."""
+    first = bench[0]["workload"] if bench else ""
+    return [
+        f"On {row['workload']} at temperature {row['temperature']:g}, {_plural(row['concurrency'], 'request')} at a "
+        f"time: {_say(number(row['ratio']['ratio']))} times as fast, accept length {_say(cost.accept_length(row))}."
+        for row in bench
+        if row["workload"] != first or row["temperature"] > 0
+    ]
+
+
+def _swept(sweep: dict[str, Any]) -> list[str]:
+    best = [
+        f"{row['draft_tokens']} with {_plural(row['concurrency'], 'request')} at a time ({row['speedup']:.2f} times)"
+        for row in sweep.get("best") or []
+    ]
+    reasons = [f"The best number of draft tokens is {', '.join(best)}."] if best else []
+    if crossover := sweep.get("crossover"):
+        reasons.append(f"Above {_plural(crossover, 'request')} at a time plain decoding wins.")
+    return reasons
+
+
+def _others(more: Mapping[str, Any]) -> list[str]:
+    """What was found of existing drafts and of the server's flags."""
+    reasons = [
+        f"The existing draft {one['folder']} "
+        + (f"cannot be used: {one['problem']}" if one.get("problem") else f"reaches {_say(one['accept_length'])}.")
+        for one in _dict(more.get("candidates")).get("candidates") or []
+    ]
+    if against := _dict(_dict(more.get("tune")).get("against_default")):
+        reasons.append(
+            f"The baseline is tuned: {_say(number(against.get('ratio')))} times the server's default "
+            f"(interval {_say(number(against.get('low')))} to {_say(number(against.get('high')))})."
+        )
+    return reasons
 
 
 def _deploy(speedup: list[dict[str, Any]], trusted: bool) -> tuple[dict[str, Any], str]:
@@ -190,7 +245,7 @@ def _deploy(speedup: list[dict[str, Any]], trusted: bool) -> tuple[dict[str, Any
     pays = 0
     ordered = sorted(speedup, key=lambda row: int(row["concurrency"]))
     for row in ordered:
-        if None in row.values() or row["low"] <= 1:
+        if None in (row["ratio"], row["low"], row["high"]) or row["low"] <= 1:
             break
         pays = int(row["concurrency"])
     sentence = "; ".join(_pace(row) for row in ordered) + "."
@@ -216,9 +271,9 @@ def _pace(row: dict[str, Any]) -> str:
 def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> list[str]:
     """What was measured, on how much, and what it does not tell."""
     reasons = []
-    prompts = _plural(_count(decode, "prompts"), "held-out prompt")
+    prompts = _plural(count(decode, "prompts"), "held-out prompt")
     if lossless:
-        ties = _count(decode, "near_ties")
+        ties = count(decode, "near_ties")
         but = (
             f", save {_plural(ties, 'answer')} that took the other side of a tie between two tokens, as "
             f"{decode.get('dtype')} does"
@@ -226,39 +281,40 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
             else ""
         )
         reasons.append(f"Decoding with the draft is lossless: on {prompts} every answer equals the target's own{but}.")
-    length = _accept_length(decode)
+    length = accept_length(decode)
     if length is not None:
         reasons.append(
             f"Decoded accept length is {length:.2f} tokens a verify step, the bonus token included, with up to "
-            f"{_plural(_count(decode, 'draft_tokens'), 'draft token')} a step, over "
-            f"{_plural(_count(decode, 'rounds'), 'step')} on {prompts}."
+            f"{_plural(count(decode, 'draft_tokens'), 'draft token')} a step, over "
+            f"{_plural(count(decode, 'rounds'), 'step')} on {prompts}."
         )
     rates = [
-        f"{_count(row, 'accepted') / _count(row, 'reached'):.0%} at position {_count(row, 'position')}"
-        for row in _positions(decode)
-        if _count(row, "reached")
+        f"{count(row, 'accepted') / count(row, 'reached'):.0%} at position {count(row, 'position')}"
+        for row in positions(decode)
+        if count(row, "reached")
     ]
     if rates:
         reasons.append(f"Of the drafts that were reached, the target accepted {', '.join(rates)}.")
-    everywhere = _accept_length(replay)
+    everywhere = accept_length(replay)
     if everywhere is not None:
         reasons.append(
             f"Replay on all held-out answers predicts {everywhere:.2f}, "
-            f"over {_plural(_count(replay, 'rounds'), 'step')}."
+            f"over {_plural(count(replay, 'rounds'), 'step')}."
         )
     looping = _dict(decode.get("looping"))
-    rows, length = _count(looping, "rows"), _number(looping.get("accept_length"))
+    rows, length = count(looping, "rows"), number(looping.get("accept_length"))
     if rows:
         reasons.append(
             f"{_plural(rows, 'answer')} that repeat themselves flatter any drafter and are left out of these figures; "
             f"alone they reach {_say(length)}."
         )
-    timed = _count(decode, "timed_tokens")
+    timed = count(decode, "timed_tokens")
     engine = f"on {decode['engine']}" if isinstance(decode.get("engine"), str) else "in-process"
+    batches = "" if decode.get("bench") else "about batches "
     reasons.append(
-        f"The speed-up was measured {engine}, one request at a time"
-        f"{f', on answers of up to {timed} tokens' if timed else ''}. It says nothing about another engine, about "
-        "batches or about other hardware: measure there before you deploy."
+        f"The speed-up was measured {engine}"
+        f"{f', on answers of up to {timed} tokens' if timed else ''}. It says nothing about another engine, {batches}"
+        "or about other hardware: measure there before you deploy."
     )
     return reasons
 
@@ -266,14 +322,14 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
 def _training(train: dict[str, Any], vocabulary: dict[str, Any], capture: dict[str, Any]) -> list[str]:
     """What the draft was made from."""
     reasons = []
-    coverage = _number(vocabulary.get("coverage"))
+    coverage = number(vocabulary.get("coverage"))
     if coverage is not None:
         reasons.append(
-            f"The draft vocabulary of {_plural(_count(vocabulary, 'size'), 'token')} holds {coverage:.2%} of the "
+            f"The draft vocabulary of {_plural(count(vocabulary, 'size'), 'token')} holds {coverage:.2%} of the "
             "tokens in the training answers. Any other token is a miss, so acceptance at a position stays below about "
             "that share."
         )
-    samples, quarantined = _count(capture, "samples"), _count(capture, "quarantined")
+    samples, quarantined = count(capture, "samples"), count(capture, "quarantined")
     reasons.append(
         f"{_plural(quarantined, 'captured sample')} failed a proof and {'was' if quarantined == 1 else 'were'} "
         f"quarantined; {_plural(samples, 'sample')} were kept."
@@ -281,54 +337,18 @@ def _training(train: dict[str, Any], vocabulary: dict[str, Any], capture: dict[s
         else f"None of {_plural(samples, 'captured sample')} failed a proof."
     )
     reasons.append(
-        f"The draft was trained for {_plural(_count(train, 'steps'), 'step')} on "
-        f"{_plural(_count(train, 'tokens'), 'token')}."
+        f"The draft was trained for {_plural(count(train, 'steps'), 'step')} on "
+        f"{_plural(count(train, 'tokens'), 'token')}."
     )
     return reasons
 
 
-def _by_position(predicted: dict[str, Any], decode: dict[str, Any]) -> list[dict[str, int]]:
-    left = {_count(row, "position"): row for row in _positions(predicted)}
-    right = {_count(row, "position"): row for row in _positions(decode)}
-    return [
-        {
-            "position": position,
-            "reached_predicted": _count(left.get(position, {}), "reached"),
-            "accepted_predicted": _count(left.get(position, {}), "accepted"),
-            "reached": _count(right.get(position, {}), "reached"),
-            "accepted_served": _count(right.get(position, {}), "accepted"),
-        }
-        for position in sorted({*left, *right})
-    ]
-
-
-def _accept_length(part: dict[str, Any]) -> float | None:
-    """1 + accepted drafts / verify steps; None without any verify step."""
-    rounds = _count(part, "rounds")
-    return 1 + _count(part, "accepted") / rounds if rounds else None
-
-
 def _interval(speedup: dict[str, Any]) -> dict[str, float | None]:
-    return {name: _number(speedup.get(name)) for name in ("ratio", "low", "high")}
-
-
-def _positions(part: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(part.get("by_position") or [])
+    return {name: number(speedup.get(name)) for name in ("ratio", "low", "high")}
 
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
-    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if finite else None
-
-
-def _count(part: dict[str, Any], name: str) -> int:
-    """A count that is there and not negative, else 0."""
-    return max(0, int(_number(part.get(name)) or 0))
 
 
 def _plural(count: int, noun: str) -> str:

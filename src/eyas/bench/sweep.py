@@ -1,0 +1,159 @@
+"""The sweep step: how many tokens to draft, at each concurrency, and above which concurrency not to draft at all.
+
+Replay tells the accept length of any number of draft tokens, the decode step what a round costs with one of them. From
+both the speed-up of each is predicted; the best few are measured, a server load each, and every measured one makes the
+next prediction better.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.bench import baseline
+from eyas.bench.baseline import DRAFTED, Figure
+from eyas.bench.cost import Costs
+from eyas.bench.measure import Block
+from eyas.bench.workloads import HELDOUT
+from eyas.config import Bench, Decode, Engine, Target
+from eyas.decode.replay import answer_length, load_draft, pooled, replay
+from eyas.engines import target as targets
+from eyas.engines.device import pick_device, use_threads
+from eyas.engines.sglang.configured import config_of
+from eyas.engines.sglang.server import Draft, started
+from eyas.errors import UserError
+from eyas.files import read_json, write_json
+from eyas.progress import Progress, Silent
+from eyas.spec import StepSpec
+from eyas.store.store import FeatureStore
+
+Measured = dict[int, dict[int, dict[str, Any]]]
+"""Bench rows by draft tokens and concurrency."""
+
+
+def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry; starts servers itself. Each measured length is a file, so that an interrupted sweep goes on."""
+    bench, decode = spec.section(Bench), spec.section(Decode)
+    use_threads(spec.section(Engine))
+    lengths = sorted({*bench.sweep, decode.draft_tokens})
+    accepts = {k: _accept_length(spec, k, progress) for k in lengths}
+    plain = baseline.read_blocks(spec.inputs["baseline"])
+    drafted = baseline.read_blocks(spec.inputs["decode"], DRAFTED)
+    measured: Measured = {decode.draft_tokens: _rows(plain, drafted, decode.draft_tokens)}
+    failed: dict[int, str] = {}
+    for _ in range(bench.max_loads):
+        chosen = _next([k for k in lengths if k not in measured and k not in failed], accepts, measured)
+        if chosen is None:
+            break
+        try:
+            measured[chosen] = _rows(plain, _measure(spec, chosen, out, progress), chosen)
+        except UserError as error:
+            failed[chosen] = str(error)
+    return judge(lengths, accepts, measured, failed)
+
+
+def judge(lengths: list[int], accepts: dict[int, float], measured: Measured, failed: dict[int, str]) -> dict[str, Any]:
+    """The table, the best length of each concurrency, and the `crossover`: the largest measured concurrency at which
+    drafting pays where it does not at the next one (null: it pays at all of them, or at none)."""
+    rows: list[dict[str, Any]] = []
+    best: list[dict[str, Any]] = []
+    for concurrency in sorted(next(iter(measured.values()))):
+        costs = _costs(measured, concurrency)
+        here: list[dict[str, Any]] = []
+        for k in lengths:
+            there = measured.get(k, {}).get(concurrency)
+            here.append(
+                {
+                    "draft_tokens": k,
+                    "concurrency": concurrency,
+                    "predicted": {"accept_length": accepts[k], "speedup": costs.speedup(k, accepts[k])},
+                    "measured": there["ratio"] if there else None,
+                    "reason": failed.get(k) or (None if there else "others were predicted to be faster"),
+                }
+            )
+        rows += here
+        tried = [row for row in here if row["measured"] and row["measured"]["ratio"] is not None]
+        first = max(tried, key=lambda row: float(row["measured"]["ratio"]))
+        best.append(
+            {"concurrency": concurrency, "draft_tokens": first["draft_tokens"], "speedup": first["measured"]["ratio"]}
+        )
+    paying = [row["concurrency"] for row in best if row["speedup"] > 1]
+    ends = len(paying) < len(best) and paying == [row["concurrency"] for row in best][: len(paying)]
+    return {
+        "rows": rows,
+        "best": best,
+        "crossover": paying[-1] if paying and ends else None,
+        "loads": len(measured) - 1 + len(failed),
+    }
+
+
+def _accept_length(spec: StepSpec, draft_tokens: int, progress: Progress) -> float:
+    """Replay of all held-out answers with this many draft tokens."""
+    progress.milestone(f"replaying {draft_tokens} draft tokens")
+    target = targets.read(spec.inputs["target"])
+    store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
+    draft = load_draft(spec.inputs["export"], target, torch.float32, pick_device(spec.section(Engine)))
+    walks = [
+        (sample.ids[len(sample.ids) - answer_length(sample) :].tolist(), tally)
+        for _, sample, tally in replay(draft, store, draft_tokens, range(len(store)), Silent())
+    ]
+    return float(pooled(walks, draft_tokens)["accept_length"])
+
+
+def _rows(
+    plain: dict[Figure, list[Block]], drafted: dict[Figure, list[Block]], draft_tokens: int
+) -> dict[int, dict[str, Any]]:
+    """The greedy bench rows on the held-out prompts, by concurrency."""
+    config = Decode(draft_tokens=draft_tokens)
+    found = {row["concurrency"]: row for row in baseline.rows(plain, drafted, config) if _counts(row)}
+    if not found:
+        raise UserError(f"bench: the sweep needs greedy figures on `{HELDOUT}`: add it to bench.workloads, and 0.0 to "
+                        "bench.temperatures")  # fmt: skip
+    return found
+
+
+def _counts(row: dict[str, Any]) -> bool:
+    return bool(row["workload"] == HELDOUT and row["temperature"] == 0)
+
+
+def _costs(measured: Measured, concurrency: int) -> Costs:
+    rows = {k: found[concurrency] for k, found in measured.items() if concurrency in found}
+    token = next(iter(rows.values()))["token_seconds"]
+    return Costs(token, {k: row["round_seconds"] for k, row in rows.items() if row["round_seconds"]})
+
+
+def _next(left: list[int], accepts: dict[int, float], measured: Measured) -> int | None:
+    """The length whose best prediction beats the best measured speed-up of a concurrency by most; None: none does."""
+    gains = {}
+    for k in left:
+        gain = []
+        for concurrency in next(iter(measured.values())):
+            costs = _costs(measured, concurrency)
+            known = [found[concurrency]["ratio"]["ratio"] or 0.0 for found in measured.values()]
+            gain.append(costs.speedup(k, accepts[k]) / max(max(known), 1e-9))
+        gains[k] = max(gain)
+    best = max(gains, key=lambda k: gains[k], default=None)
+    return best if best is not None and gains[best] > 1 else None
+
+
+def _measure(spec: StepSpec, draft_tokens: int, out: Path, progress: Progress) -> dict[Figure, list[Block]]:
+    """The greedy figures of a server that drafts this many tokens."""
+    folder = out / f"tokens{draft_tokens}"
+    folder.mkdir(exist_ok=True)
+    if (cause := folder / "failed.json").exists():
+        raise UserError(read_json(cause))
+    target = targets.read(spec.inputs["target"])
+    store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
+    draft = Draft(spec.inputs["export"], draft_tokens)
+    # Only what the sweep compares; the spec's other figures are the decode step's.
+    asked = {**spec.config["bench"], "workloads": [HELDOUT], "temperatures": [0.0]}
+    narrow = StepSpec(spec.step, spec.seed, {**spec.config, "bench": asked}, spec.inputs, spec.services)
+    dtype = spec.section(Target).dtype
+    try:
+        with started(
+            config_of(spec), target.folder, dtype, folder / "server", progress, capture=False, draft=draft
+        ) as running:
+            return baseline.take(running.endpoint.url, narrow, store, target, draft_tokens, folder, progress)
+    except UserError as error:
+        write_json(cause, str(error))
+        raise
