@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -111,7 +112,20 @@ def main() -> None:
     layers = tuple(json.loads((asked.draft / "draft.json").read_text())["layers"])
     print("models made", ceilings, flush=True)
     concurrencies = [int(one) for one in asked.concurrency.split(",")]
-    rows, starts = [], {}
+    rows: list[dict[str, Any]] = []
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    written = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ceilings": ceilings,
+        "what": {"prompts": asked.prompts, "tokens": asked.tokens, "rounds": asked.rounds, "flags": asked.flags,
+                 "draft_tokens": asked.draft_tokens, "dtype": asked.dtype},
+        "draft": json.loads((asked.draft / "draft.json").read_text()),
+        "rows": rows,
+    }  # fmt: skip
+    asked.out.mkdir(parents=True, exist_ok=True)
+    path = asked.out / f"{written['date']}-speedup-{asked.name}.json"
 
     def serve(stack: contextlib.ExitStack, n: int, kind: str) -> Running:
         config = Server(python=asked.python, args=args)
@@ -122,8 +136,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         loading = {(n, kind): pool.submit(serve, stack, n, kind) for n in times for kind in KINDS}
         running = {which: one.result() for which, one in loading.items()}
-        starts = {f"{kind} x{n}": one.seconds["start"] for (n, kind), one in running.items()}
-        print("servers ready", starts, flush=True)
+        written["server_start_seconds"] = {f"{kind} x{n}": one.seconds["start"] for (n, kind), one in running.items()}
+        print("servers ready", written["server_start_seconds"], flush=True)
         device = pick_device(Engine())
         target = InProcessTarget(info, layers, getattr(torch, asked.dtype), device)
         drafter = load_draft(asked.draft, info, torch.float32, device)
@@ -164,23 +178,9 @@ def main() -> None:
                     "predicted": guess, "off": guess / found["ratio"]["ratio"] - 1,
                     "equal_answers": sum(a.ids == b.ids for a, b in pairs), "answers": len(prompts),
                 })  # fmt: skip
+                path.write_text(json.dumps(written, indent=1) + "\n")  # after each row, so that no later fault costs it
                 said = {key: rows[-1][key] for key in ("times", "concurrency", "ratio", "predicted", "off")}
                 print(json.dumps({**said, "accept_length": rows[-1]["accept_length"]["served"]}), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    written = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "ceilings": ceilings,
-        "what": {"prompts": asked.prompts, "tokens": asked.tokens, "rounds": asked.rounds, "flags": asked.flags,
-                 "draft_tokens": asked.draft_tokens, "dtype": asked.dtype},
-        "draft": json.loads((asked.draft / "draft.json").read_text()),
-        "server_start_seconds": starts,
-        "rows": rows,
-    }  # fmt: skip
-    asked.out.mkdir(parents=True, exist_ok=True)
-    path = asked.out / f"{written['date']}-speedup-{asked.name}.json"
-    path.write_text(json.dumps(written, indent=1) + "\n")
     print(path)
 
 

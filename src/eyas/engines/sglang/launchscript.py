@@ -264,7 +264,8 @@ def _typed(values: list[str]) -> Any:
 
 
 def _sections() -> list[str]:
-    return [name for name, info in config.RunConfig.model_fields.items() if name not in ("name", "seed") and info]
+    fields = config.RunConfig.model_fields.items()
+    return [name for name, info in fields if isinstance(info.annotation, type) and name not in ("name", "seed")]
 
 
 def _section(name: str, given: dict[str, Any]) -> str:
