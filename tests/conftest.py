@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +11,22 @@ import pytest
 
 import tiny
 
+# Threads of torch that wait for each other sleep instead of spinning: two on a processor that has other work too are
+# several times as fast. Before torch is loaded, and for the child processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Machines that do other work meanwhile are slow now and then.
 hypothesis.settings.register_profile("eyas", deadline=None)
 hypothesis.settings.load_profile("eyas")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unit tests compute with one thread, their steps too: tiny models are several times slower with more."""
+    if request.path.parent.name == "unit" and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+        if "eyas.engines.device" in sys.modules:
+            monkeypatch.setattr("eyas.engines.device.usable_cores", lambda: 1)
 
 
 @pytest.fixture

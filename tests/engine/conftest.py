@@ -27,11 +27,14 @@ def sglang_python() -> str:
 def serve(
     sglang_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., contextlib.AbstractContextManager[Running]]:
-    """`serve(model, **args)`: a float32 server with the capture plugin; `args` are flags with underscores."""
+    """`serve(model, **args)`: a float32 server with the capture plugin; `args` are flags with underscores.
+
+    Idle it sleeps: otherwise its scheduler keeps a whole core busy while something else is tested.
+    """
 
     @contextlib.contextmanager
     def start(model: Path, layers: tuple[int, int, int] | None = None, **args: Any) -> Iterator[Running]:
-        flags = {"device": "cpu", "max-running-requests": 64, "skip-tokenizer-init": True}
+        flags = {"device": "cpu", "max-running-requests": 64, "skip-tokenizer-init": True, "sleep-on-idle": True}
         flags |= {name.replace("_", "-"): value for name, value in args.items()}
         config = Server(python=sglang_python, args=flags, staging_mib=64)
         with started(config, model, "float32", tmp_path_factory.mktemp("server"), Silent(), layers=layers) as running:

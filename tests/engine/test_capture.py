@@ -18,7 +18,7 @@ from eyas.engines.sglang.plugin.protocol import Wanted
 from eyas.engines.sglang.server import Running
 
 TOLERANCE = 1e-5
-LENGTHS = [1, 2, 3, 63, 64, 65, 127, 128, 129, 200, 256, 257]
+LENGTHS = [1, 2, 3, 5, 17, 63, 64, 65, 127, 128, 129, 257]
 
 
 @dataclass
@@ -61,12 +61,16 @@ class Served:
         """Each row of each layer within TOLERANCE of transformers'; the file's ids and the server's token are right."""
         root = self.running.endpoint.root
         assert root is not None
+        known: dict[tuple[int, ...], Any] = {}  # the same prompt twice is computed once
         for reply in replies:
             got = read(reply.path, root)
             reply.path.unlink()
             assert got.ids.tolist() == reply.request.ids
             assert got.layers == self.layers
-            out = self.reference(torch.tensor([reply.request.ids]), output_hidden_states=True)
+            key = tuple(reply.request.ids)
+            if key not in known:
+                known[key] = self.reference(torch.tensor([key]), output_hidden_states=True)
+            out = known[key]
             wanted = [*(out.hidden_states[layer][0] for layer in self.layers), out.hidden_states[-1][0]]
             for mine, theirs in zip([*got.aux.chunk(3, -1), got.last], wanted, strict=True):
                 errors = (mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)

@@ -25,7 +25,9 @@ STEPS = [
     "train",
     "export",
     "decode",
+    "again",
     "verdict",
+    "card",
 ]
 
 
@@ -37,12 +39,16 @@ def finished(sglang_python: str, smollm2: Path, tmp_path_factory: pytest.TempPat
         "name": "small",
         "target": {"model": str(smollm2), "dtype": "float32"},
         "engine": {"kind": "sglang"},
-        "server": {"python": sglang_python, "twin": False, "args": {"device": "cpu", "chunked-prefill-size": 128}},
+        "server": {
+            "python": sglang_python,
+            "twin": False,
+            "args": {"device": "cpu", "chunked-prefill-size": 128, "sleep-on-idle": True},
+        },
         "prompts": {"train_limit": 40, "heldout_limit": 8},
-        "answers": {"max_new_tokens": 24},
+        "answers": {"max_new_tokens": 16},
         "draft": {"vocab_size": 500},
         "train": {"ttt_steps": 2, "epochs": 1.0, "batch_tokens": 512, "learning_rate": 1e-3},
-        "decode": {"timing_prompts": 3, "timing_tokens": 12},
+        "bench": {"concurrencies": [1, 2], "prompts": 3, "rounds": 2, "max_new_tokens": 8},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "eyas", "run", "run.yaml", "--runs", "runs", "--plain"]
@@ -86,6 +92,14 @@ def test_every_step_finished_and_the_server_was_started_again(finished: tuple[Pa
     assert [event["step"] for event in told if event["detail"].startswith("lost a service")] == ["capture"]
 
 
+def test_the_doctor_found_nothing_wrong(finished: tuple[Path, str]) -> None:
+    """Checks for which a slow machine left no time are neither passed nor failed; the first ones are always made."""
+    folder, _ = finished
+    checks = {check["name"]: check for check in result(folder, "doctor")["checks"]}
+    assert [check for check in checks.values() if check["passed"] is False] == []
+    assert checks["lengths 1, 2, 127, 128, 129"]["passed"] is True
+
+
 def test_nothing_was_lost(finished: tuple[Path, str]) -> None:
     folder, _ = finished
     captured, answers = result(folder, "capture"), result(folder, "answers")
@@ -104,6 +118,23 @@ def test_the_served_draft_is_lossless_and_accepted_as_predicted(finished: tuple[
     assert accept["served"] == pytest.approx(accept["predicted"], abs=0.02)
     for position in accept["by_position"]:
         assert position["reached"] > 0 or position["position"] > 1
+
+
+def test_figures_are_served_ones_with_and_without_the_draft(finished: tuple[Path, str]) -> None:
+    """At each concurrency, against both loads of the plain server; the card and the command come with the draft."""
+    folder, _ = finished
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert [row["concurrency"] for row in verdict["speedup"]] == [1, 2]
+    for row in verdict["bench"]:
+        assert (len(row["plain"]["rounds"]), len(row["draft"]["rounds"])) == (4, 2)
+        assert row["round_seconds"] > row["token_seconds"] > 0
+        assert row["acceptance"]["rounds"] + row["acceptance"]["looping"]["rounds"] > 0
+    assert "--speculative-algorithm EAGLE3" in verdict["launch"]
+    assert sorted(path.name for path in (folder / "draft").iterdir() if path.suffix != ".json") == [
+        "README.md",
+        "model.safetensors",
+    ]
+    assert verdict["launch"] in (folder / "draft" / "README.md").read_text()
 
 
 def test_nothing_is_left_running(finished: tuple[Path, str]) -> None:

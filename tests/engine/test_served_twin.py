@@ -32,6 +32,8 @@ def test_kimi_k25_is_captured_from_and_served_with_a_draft(sglang_python: str, f
     assert found.checks[-1].name == "a draft is served, answers unchanged"
 
 
+# Every served run is examined so too (test_served_run.py). Here nothing is left out for want of time.
+@pytest.mark.long
 def test_doctor_finds_nothing_wrong(
     serve: Callable[..., contextlib.AbstractContextManager[Running]], folder: Path
 ) -> None:

@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from eyas.bench import baseline
+from eyas.bench import again, baseline
 from eyas.bench import served as bench
 from eyas.capture import flow, preflight, served
 from eyas.capture.witness import Witness
@@ -19,6 +19,7 @@ from eyas.decode import replay
 from eyas.draft import export, vocabulary
 from eyas.engines import target
 from eyas.engines.inprocess.generate import answer
+from eyas.engines.inprocess.target import InProcessTarget
 from eyas.engines.sglang import client
 from eyas.engines.sglang.answers import Answered, to_line
 from eyas.errors import UserError
@@ -27,7 +28,7 @@ from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
 from eyas.train import step as train
-from fakesglang import FakeServer
+from fakesglang import LAYERS, FakeServer
 
 COUNTS = {"train": 24, "heldout": 6}
 
@@ -49,10 +50,22 @@ def fake(tmp_path, tiny_llama):
     server.close()
 
 
+@pytest.fixture(scope="module")
+def rows(tiny_llama):
+    """What the model answers, generated once; read-only."""
+    made, generator = {}, torch.Generator().manual_seed(0)
+    model = InProcessTarget(target.inspect(str(tiny_llama), Silent()), LAYERS, torch.float32, torch.device("cpu"))
+    for split, count in COUNTS.items():
+        prompts = [[1, *torch.randint(3, 250, (3 + i % 5,), generator=generator).tolist()] for i in range(count)]
+        answered = [answer(model, [prompt], 12)[0] for prompt in prompts]
+        made[split] = [Answered(split, str(i), a.ids, a.prompt, "length") for i, a in enumerate(answered)]
+    return made
+
+
 class Run:
     """The steps' folders, and answers as the answers step leaves them."""
 
-    def __init__(self, root, fake):
+    def __init__(self, root, fake, rows):
         self.root, self.fake = root, fake
         self.config = parse(
             {
@@ -64,18 +77,15 @@ class Run:
                 "capture": {"layers": "default", "max_quarantined": 0.3},
                 "draft": {"vocab_size": 90},
                 "train": {"ttt_steps": 2, "epochs": 2.0, "batch_tokens": 60, "learning_rate": 1e-3},
-                "decode": {"timing_prompts": 3, "batch": 4, "timing_tokens": 6},
+                "decode": {"batch": 4},
+                "bench": {"concurrencies": [1, 2], "prompts": 3, "max_new_tokens": 6, "rounds": 2},
             },
             "test",
         ).model_dump(mode="json")
         self.run("target", target.run)
         (root / "answers" / "answers").mkdir(parents=True)
-        generator = torch.Generator().manual_seed(0)
-        self.rows = {}
-        for split, count in COUNTS.items():
-            prompts = [[1, *torch.randint(3, 250, (3 + i % 5,), generator=generator).tolist()] for i in range(count)]
-            answered = [answer(fake.target, [prompt], 12)[0] for prompt in prompts]
-            self.rows[split] = [Answered(split, str(i), a.ids, a.prompt, "length") for i, a in enumerate(answered)]
+        self.rows = {split: list(rows) for split, rows in rows.items()}
+        for split in rows:
             self.write(split)
 
     def write(self, split):
@@ -98,8 +108,8 @@ class Run:
 
 
 @pytest.fixture
-def steps(tmp_path, fake):
-    return Run(tmp_path, fake)
+def steps(tmp_path, fake, rows):
+    return Run(tmp_path, fake, rows)
 
 
 def test_right_captures_become_stores(steps, fake):
@@ -142,7 +152,7 @@ def test_training_states_may_be_halved(steps):
 def test_the_chain_of_steps(steps, fake):
     steps.capture()
     plain = steps.run("baseline", baseline.run, "target", "capture")
-    assert plain["prompts"] == 3
+    assert [(row["concurrency"], row["requests"]) for row in plain["figures"]] == [(1, 6), (2, 8)]
     steps.run("vocabulary", vocabulary.run, "target", "capture")
     steps.run("train", train.run, "target", "capture", "vocabulary")
     steps.run("export", export.run, "target", "capture", "train")
@@ -155,9 +165,14 @@ def test_the_chain_of_steps(steps, fake):
     assert [row["position"] for row in result["by_position"]] == [1, 2, 3]
     assert result["speedup"]["ratio"] > 0
     assert result["engine"] == "SGLang 0.5.fake"
+    assert [(row["concurrency"], row["draft_tokens"]) for row in result["bench"]] == [(1, 3), (2, 3)]
+    assert "--speculative-num-draft-tokens 4" in result["launch"]
+    fake.draft_tokens = 0
+    both = steps.run("again", again.run, "target", "capture", "baseline", "decode", service="plain")
+    assert [len(row["plain"]["rounds"]) for row in both["bench"]] == [4, 4]
+    assert set(both["drift"]) == {"1", "2"}
     fake.draft_tokens = 2
-    for name in (bench.ROWS, bench.TIMED):
-        (steps.root / "decode" / name).unlink()
+    (steps.root / "decode" / bench.ROWS).unlink()
     fake.reply = lambda meta, body: meta.pop("spec_verify_ct", None)
     with pytest.raises(UserError, match="lack spec_verify_ct"):
         steps.run("decode", bench.run, "target", "capture", "export", "baseline", service="drafted")

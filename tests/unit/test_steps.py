@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -72,10 +73,19 @@ def graph(tmp_path, tiny_llama):
     return made
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory, tiny_llama):
+    """Target, prompts and their answers, made once; copy the folder before working in it."""
+    made = Graph(tmp_path_factory.mktemp("answered"), tiny_llama)
+    made.run("target", target.run)
+    made.prompts()
+    made.run("answers", answers.run, "target", "prompts")
+    return made.root
+
+
 @pytest.fixture
-def answered(graph):
-    graph.run("answers", answers.run, "target", "prompts")
-    return graph
+def answered(once, tmp_path, tiny_llama):
+    return Graph(shutil.copytree(once, tmp_path / "graph"), tiny_llama)
 
 
 def prove(graph):
@@ -242,7 +252,7 @@ def test_training_leaves_only_the_draft(answered):
     prove(answered)
     answered.run("vocabulary", vocabulary.run, "target", "capture")
     first = answered.run("train", train.run, "target", "capture", "vocabulary")
-    assert sorted(p.name for p in (answered.root / "train").iterdir()) == ["draft", "training.json"]
+    assert sorted(p.name for p in (answered.root / "train").iterdir()) == ["curve.json", "draft", "training.json"]
     assert answered.run("train", train.run, "target", "capture", "vocabulary") == first
 
 

@@ -125,8 +125,8 @@ def test_evenly_includes_the_last_step():
 
 def test_bfloat16_autocast_trains_with_float32_masters(target, samples):
     draft = make_draft(target).train()
-    training = Trainer(draft, target.head.clone(), Train(ttt_steps=3, learning_rate=2e-3), 40, torch.bfloat16)
-    batch = pack(samples, CPU, torch.float32)
-    losses = [training.step(batch).loss for _ in range(40)]
+    training = Trainer(draft, target.head.clone(), Train(ttt_steps=3, learning_rate=2e-3), 20, torch.bfloat16)
+    batch = pack(samples[:2], CPU, torch.float32)
+    losses = [training.step(batch).loss for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.dtype == torch.float32 for p in draft.parameters())

@@ -133,10 +133,10 @@ def test_names_are_taken_from_the_targets_own_files(tmp_path: Path) -> None:
 
 def test_equal_seeds_give_equal_weights_and_layers_differ(made: Twin) -> None:
     text = made.info.text_config
-    again = twinmodel.build(text, made.info.architecture, 0)
+    again = twinmodel.build(text, made.info.architecture, 0).state_dict()
     other = twinmodel.build(text, made.info.architecture, 1)
     for name, tensor in made.reference.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
+        assert torch.equal(tensor, again[name])
         assert torch.equal(tensor.bfloat16().float(), tensor)
     assert not torch.equal(made.reference.lm_head.weight, other.lm_head.weight)
     found, _ = twinmodel.states(made.reference, torch.arange(1, 60))

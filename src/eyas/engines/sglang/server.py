@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import stat
@@ -29,6 +30,7 @@ from eyas.progress import Progress
 
 HOLD_SECONDS = 60.0
 ROOT_BYTES = 2**30
+PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ def started(
                 _plugin(config, folder, root, layers)
             if (log := folder / "log.txt").exists():
                 log.replace(folder / "log.previous.txt")
-        port = config.port or _free_port()
-        _require_free(port)
+        port = _free_port() if config.port is None else _require_free(config.port)
         env = environment(config, args.get("device") == "cpu", mark, folder if root else None)
         line = command(config, model, dtype, port, args)
         begun = time.monotonic()
@@ -235,12 +236,14 @@ def _reachable(host: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port below those that the system gives to outgoing connections, so that none of them takes it meanwhile."""
+    for port in random.Random().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(UserError):
+            return _require_free(port)
+    raise UserError(f"no port of {PORTS.start} to {PORTS.stop} is free: name one in server.port")
 
 
-def _require_free(port: int) -> None:
+def _require_free(port: int) -> int:
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -249,3 +252,4 @@ def _require_free(port: int) -> None:
             raise UserError(
                 f"server.port {port} is in use: end what listens there, take another, or leave it out"
             ) from error
+    return port
