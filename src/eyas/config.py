@@ -276,21 +276,6 @@ class Bench(Section):
     """Server loads that the sweep may take, beyond those that the run needs anyway."""
 
 
-class Tune(Section):
-    """The search for the target's best plain configuration, before anything else is measured (SGLang)."""
-
-    goal: Literal["none", "latency", "throughput", "mix"] = "none"
-    """none: the flags of server.args are taken as they are. latency: one request at a time; throughput: at
-    `concurrency`; mix: the geometric mean of both."""
-    concurrency: int = Field(default=32, ge=2)
-    max_loads: int = Field(default=8, ge=2)
-    """Server loads that the search may take, the final comparison included."""
-    deadline: float = Field(default=1800.0, gt=0)
-    """Seconds after which one trial, its load included, is given up and becomes a row of the table."""
-    prompts: int = Field(default=8, ge=2)
-    max_new_tokens: int = Field(default=128, ge=2)
-
-
 class Pilot(Section):
     """A small run of everything before the full one (SGLang, launched)."""
 
@@ -315,7 +300,6 @@ class RunConfig(Section):
     train: Train = Train()
     decode: Decode = Decode()
     bench: Bench = Bench()
-    tune: Tune = Tune()
     pilot: Pilot = Pilot()
     drafts: list[FileOrName] = []
     """Existing drafts (folders) whose acceptance is predicted before anything is trained."""

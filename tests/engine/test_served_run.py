@@ -48,7 +48,14 @@ def finished(sglang_python: str, smollm2: Path, tmp_path_factory: pytest.TempPat
         "answers": {"max_new_tokens": 16},
         "draft": {"vocab_size": 500},
         "train": {"ttt_steps": 2, "epochs": 1.0, "batch_tokens": 512, "learning_rate": 1e-3},
-        "bench": {"concurrencies": [1, 2], "prompts": 3, "rounds": 2, "max_new_tokens": 8},
+        "bench": {
+            "concurrencies": [1, 2],
+            "prompts": 3,
+            "rounds": 2,
+            "max_new_tokens": 8,
+            "sweep": [1],
+            "max_loads": 1,
+        },
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "eyas", "run", "run.yaml", "--runs", "runs", "--plain"]
@@ -129,6 +136,9 @@ def test_figures_are_served_ones_with_and_without_the_draft(finished: tuple[Path
         assert (len(row["plain"]["rounds"]), len(row["draft"]["rounds"])) == (4, 2)
         assert row["round_seconds"] > row["token_seconds"] > 0
         assert row["acceptance"]["rounds"] + row["acceptance"]["looping"]["rounds"] > 0
+    sweep = verdict["sweep"]
+    assert [(row["draft_tokens"], row["concurrency"]) for row in sweep["rows"]] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+    assert sweep["loads"] == sum(row["measured"] is not None for row in sweep["rows"][::2]) / 2
     assert "--speculative-algorithm EAGLE3" in verdict["launch"]
     assert sorted(path.name for path in (folder / "draft").iterdir() if path.suffix != ".json") == [
         "README.md",

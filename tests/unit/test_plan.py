@@ -144,12 +144,11 @@ def test_a_small_run_needs_no_pilot(sections: dict[str, Any]) -> None:
 
 
 def test_what_is_asked_for_becomes_a_step(tmp_path: Path) -> None:
-    asked = load(**SGLANG, tune={"goal": "latency"}, bench={"sweep": [5], "again": False}, drafts=[str(tmp_path)])
+    asked = load(**SGLANG, bench={"sweep": [5], "again": False}, drafts=[str(tmp_path)])
     steps = {step.name: step for step in graph.build(asked)}
-    assert {"tune", "sweep", "candidates"} < set(steps["verdict"].needs)
+    assert {"sweep", "candidates"} < set(steps["verdict"].needs)
     assert "again" not in steps
     assert [service.name for service in graph.build_services(asked)] == ["server", "drafted"]
-    assert all("tune" in service.needs for service in graph.build_services(asked))
     with pytest.raises(UserError, match=r"drafts: .*/gone is no folder"):
         graph.build(load(drafts=[str(tmp_path / "gone")]))
 
@@ -292,7 +291,7 @@ def test_why_a_step_runs_again(tmp_path: Path) -> None:
 
 
 def test_every_load_of_a_server_has_its_reason() -> None:
-    made = plan(load(engine={"kind": "sglang"}, tune={"goal": "latency", "max_loads": 5}, bench={"sweep": [2]}))
+    made = plan(load(engine={"kind": "sglang"}, bench={"sweep": [2]}))
     everything = {planned.name for planned in made.steps}
     assert [(one.service, one.steps) for one in loads.loads(made, everything)] == [
         ("server", ["doctor", "pilot-answers", "pilot-capture", "pilot-baseline"]),
@@ -301,6 +300,6 @@ def test_every_load_of_a_server_has_its_reason() -> None:
         ("drafted", ["decode"]),
         ("plain", ["again"]),
     ]
-    assert loads.of_their_own(made, everything) == {"tune": 5, "sweep": 3}
+    assert loads.of_their_own(made, everything) == {"sweep": 3}
     assert [one.steps for one in loads.loads(made, {"decode", "again"})] == [["decode"], ["again"]]
     assert loads.loads(plan(load()), everything) == []

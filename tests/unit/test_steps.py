@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from eyas.bench import candidates
 from eyas.capture import step as capture
 from eyas.config import parse
 from eyas.decode import replay
@@ -15,12 +16,14 @@ from eyas.draft import export, vocabulary
 from eyas.engines import answers, target
 from eyas.engines.inprocess.generate import answer
 from eyas.errors import UserError
+from eyas.files import read_json, write_json
 from eyas.progress import Silent
 from eyas.spec import StepSpec
 from eyas.store import shard
 from eyas.store.store import FeatureStore
 from eyas.train import step as train
 
+OTHER_LAYERS = "eagle_aux_hidden_state_layer_ids"
 PROMPTS = {"train": 20, "heldout": 6}
 
 
@@ -109,6 +112,14 @@ def test_the_chain_of_steps(answered):
     assert trained["loss"] > 0
     answered.run("export", export.run, "target", "capture", "train")
     predicted = answered.run("replay", replay.run, "target", "capture", "export")
+    existing, other = answered.root / "export", answered.root / "other"
+    shutil.copytree(existing, other)
+    write_json(other / "config.json", {**read_json(other / "config.json"), "eyas": {}, OTHER_LAYERS: [1, 2, 3]})
+    answered.config["drafts"] = [str(existing), str(other), str(answered.root / "gone")]
+    tried = answered.run("candidates", candidates.run, "target", "capture")
+    assert (tried["best"], tried["candidates"][0]["accept_length"]) == (str(existing), predicted["accept_length"])
+    assert "made for hidden states [1, 2, 3]" in tried["candidates"][1]["problem"]
+    assert "no config.json" in tried["candidates"][2]["problem"]
     decoded = answered.run("decode", decode.run, "target", "capture", "export")
     assert decoded["lossless"] is True
     assert decoded["by_position"] == decoded["predicted"]["by_position"] == predicted["by_position"]

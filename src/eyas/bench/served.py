@@ -28,7 +28,6 @@ from eyas.engines.device import pick_device, use_threads
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.answers import answer_of, body
 from eyas.engines.sglang.command import Draft, command, flags
-from eyas.engines.sglang.configured import config_of
 from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.pool import fan_out
 from eyas.engines.sglang.server import endpoints
@@ -93,7 +92,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
 
 def launch(spec: StepSpec, target: TargetInfo) -> str:
     """The shell command that serves the target with the exported draft as it was measured."""
-    config = config_of(spec)
+    config = spec.section(Server)
     draft = Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
     line = command(config, target.folder, spec.section(Target).dtype, config.port or PORT, flags(config, draft, {}))
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in config.env.items()), shlex.join(line)])

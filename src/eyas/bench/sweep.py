@@ -15,15 +15,14 @@ from eyas.bench.baseline import DRAFTED, Figure
 from eyas.bench.cost import Costs
 from eyas.bench.measure import Block
 from eyas.bench.workloads import HELDOUT
-from eyas.config import Bench, Decode, Engine, Target
-from eyas.decode.replay import answer_length, load_draft, pooled, replay
+from eyas.config import Bench, Decode, Engine, Server, Target
+from eyas.decode.replay import acceptance, load_draft
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, use_threads
-from eyas.engines.sglang.configured import config_of
 from eyas.engines.sglang.server import Draft, started
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
-from eyas.progress import Progress, Silent
+from eyas.progress import Progress
 from eyas.spec import StepSpec
 from eyas.store.store import FeatureStore
 
@@ -93,11 +92,7 @@ def _accept_length(spec: StepSpec, draft_tokens: int, progress: Progress) -> flo
     target = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
     draft = load_draft(spec.inputs["export"], target, torch.float32, pick_device(spec.section(Engine)))
-    walks = [
-        (sample.ids[len(sample.ids) - answer_length(sample) :].tolist(), tally)
-        for _, sample, tally in replay(draft, store, draft_tokens, range(len(store)), Silent())
-    ]
-    return float(pooled(walks, draft_tokens)["accept_length"])
+    return float(acceptance(draft, store, draft_tokens)["accept_length"])
 
 
 def _rows(
@@ -151,7 +146,7 @@ def _measure(spec: StepSpec, draft_tokens: int, out: Path, progress: Progress) -
     dtype = spec.section(Target).dtype
     try:
         with started(
-            config_of(spec), target.folder, dtype, folder / "server", progress, capture=False, draft=draft
+            spec.section(Server), target.folder, dtype, folder / "server", progress, capture=False, draft=draft
         ) as running:
             return baseline.take(running.endpoint.url, narrow, store, target, draft_tokens, folder, progress)
     except UserError as error:

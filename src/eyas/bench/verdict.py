@@ -17,7 +17,7 @@ from eyas.progress import Progress
 from eyas.spec import StepSpec
 
 NEEDS = ("replay", "decode", "train", "vocabulary", "capture")
-IF_THERE = ("again", "sweep", "candidates", "tune", "pilot")
+IF_THERE = ("again", "sweep", "candidates")
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def decide(
         ],
         "bench": bench,
         "launch": decode.get("launch"),
-        **{name: more[name] for name in ("sweep", "candidates", "tune") if name in more},
+        **{name: more[name] for name in ("sweep", "candidates") if name in more},
     }
 
 
@@ -223,18 +223,12 @@ def _swept(sweep: dict[str, Any]) -> list[str]:
 
 
 def _others(more: Mapping[str, Any]) -> list[str]:
-    """What was found of existing drafts and of the server's flags."""
-    reasons = [
+    """What was found of existing drafts."""
+    return [
         f"The existing draft {one['folder']} "
         + (f"cannot be used: {one['problem']}" if one.get("problem") else f"reaches {_say(one['accept_length'])}.")
         for one in _dict(more.get("candidates")).get("candidates") or []
     ]
-    if against := _dict(_dict(more.get("tune")).get("against_default")):
-        reasons.append(
-            f"The baseline is tuned: {_say(number(against.get('ratio')))} times the server's default "
-            f"(interval {_say(number(against.get('low')))} to {_say(number(against.get('high')))})."
-        )
-    return reasons
 
 
 def _deploy(speedup: list[dict[str, Any]], trusted: bool) -> tuple[dict[str, Any], str]:

@@ -21,7 +21,7 @@ from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import pick_device, use_threads
 from eyas.files import write_json
-from eyas.progress import Progress
+from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
@@ -71,6 +71,15 @@ def pooled(walks: Sequence[tuple[Sequence[int], Tally]], draft_tokens: int) -> d
     for answer, tally in walks:
         (looping if loops(answer) else plain).add(tally)
     return summary(plain, looping)
+
+
+def acceptance(draft: DraftModel, store: FeatureStore, draft_tokens: int) -> dict[str, Any]:
+    """The *acceptance* of a draft on all answers of a store, with `draft_tokens` tokens a step."""
+    walks = [
+        (sample.ids[len(sample.ids) - answer_length(sample) :].tolist(), tally)
+        for _, sample, tally in replay(draft, store, draft_tokens, range(len(store)), Silent())
+    ]
+    return pooled(walks, draft_tokens)
 
 
 def spread(count: int, wanted: int | None) -> list[int]:

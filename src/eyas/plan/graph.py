@@ -72,7 +72,7 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     if config.engine.kind != "sglang":
         return ()
     sections = ("target", "engine", "server", "capture")
-    before = ("target", *_twin(config), *_tune(config))
+    before = ("target", *_twin(config))
     # Needs the twin, so that a large target is loaded only once a tiny one has passed.
     server = Step("server", SERVICE + "serve", needs=before, sections=sections)
     if config.server.url:
@@ -87,11 +87,6 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
 def _twin(config: RunConfig) -> tuple[str, ...]:
     """The twin step, where there is one: an existing server is taken as it is."""
     return ("twin",) if config.server.twin and config.server.url is None else ()
-
-
-def _tune(config: RunConfig) -> tuple[str, ...]:
-    """The step that finds the flags of the server, where that was asked for."""
-    return ("tune",) if config.tune.goal != "none" and config.server.url is None else ()
 
 
 def _pilot(config: RunConfig) -> bool:
@@ -143,18 +138,10 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
     """The steps of a run whose target is served by SGLang; those after the capture are the in-process ones."""
     cpu, lease = ("cpu",), ("server",)
     steps = {step.name: step for step in _in_process(config)}
-    twin, tune = _twin(config), _tune(config)
+    twin = _twin(config)
     server_sections = ("target", "engine", "server", "capture")
     steps["twin"] = Step(
         "twin", "eyas.engines.sglang.twin:run", needs=("target",), sections=server_sections, resources=cpu
-    )
-    steps["tune"] = Step(
-        "tune",
-        "eyas.bench.tune.step:run",
-        needs=("target", *twin),
-        sections=("target", "engine", "server", "tune"),
-        resources=cpu,
-        alone=True,
     )
     steps["doctor"] = Step(
         "doctor",
@@ -189,7 +176,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         steps["decode"] = replace(
             steps["decode"],
             entry="eyas.bench.served:run",
-            needs=("target", "capture", "export", "baseline", *tune),
+            needs=("target", "capture", "export", "baseline"),
             sections=sections,
             leases=("drafted",),
             alone=True,
@@ -204,7 +191,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         steps["sweep"] = Step(
             "sweep",
             "eyas.bench.sweep:run",
-            needs=("target", "capture", "export", "baseline", "decode", *tune),
+            needs=("target", "capture", "export", "baseline", "decode"),
             sections=sections,
             resources=cpu,
             alone=True,
@@ -222,11 +209,10 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             *(need for need in steps["verdict"].needs if need != "decode" or measured),
             *again,
             *sweep,
-            *tune,
             *pilot,
         ),
     )
-    first = ("target", *twin, *tune, "prompts", "doctor")
+    first = ("target", *twin, "prompts", "doctor")
     last = (
         "answers", "capture", *(("baseline",) * measured), *drafts, "vocabulary", "train", "export", "replay",
         *(("decode",) * measured), *again, *sweep, "verdict",
@@ -308,7 +294,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "decode",
             "eyas.decode.step:run",
             needs=("target", "capture", "export"),
-            sections=("engine", "answers", "decode", "bench"),
+            sections=("engine", "answers", "decode"),
             resources=cpu,
             alone=True,
             work=float(decoded) if decoded else None,

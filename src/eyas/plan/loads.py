@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from eyas.plan.digests import Plan
 
-STARTS_SERVERS = {"tune": "tune", "sweep": "bench"}
+STARTS_SERVERS = {"sweep": "bench"}
 """Steps that start servers themselves, and the section that says how many at most (`max_loads`)."""
 
 
