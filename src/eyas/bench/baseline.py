@@ -13,7 +13,6 @@ from typing import Any
 from eyas.bench import measure, workloads
 from eyas.bench.measure import Block, Load, Prompt
 from eyas.config import Bench, Decode, Target
-from eyas.decode.replay import answer_length
 from eyas.engines import target as targets
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.server import endpoints
@@ -21,7 +20,6 @@ from eyas.engines.target import TargetInfo
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
-from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
 
 PLAIN, DRAFTED = "plain", "drafted"
@@ -112,9 +110,3 @@ def rows(plain: dict[Figure, list[Block]], drafted: dict[Figure, list[Block]], c
         for workload, concurrency, heat in [figure]
         if figure in plain
     ]
-
-
-def prompt_of(sample: Sample) -> list[int]:
-    """The ids before the sample's answer."""
-    ids: list[int] = sample.ids[: len(sample.ids) - answer_length(sample)].tolist()
-    return ids

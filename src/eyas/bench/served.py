@@ -21,7 +21,7 @@ from eyas.bench.workloads import HELDOUT
 from eyas.capture import proofs
 from eyas.config import Answers, Bench, Decode, Engine, Server, Target
 from eyas.decode.acceptance import Tally
-from eyas.decode.replay import answer_length, load_draft, pooled, replay, spread
+from eyas.decode.replay import answer_length, load_draft, pooled, prompt_ids, replay, spread
 from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import pick_device, use_threads
@@ -112,7 +112,7 @@ def answer_rows(
     def work(connection: Connection, server: int, row: int) -> dict[str, Any]:
         sample = store.sample(row)
         own = sample.ids[len(sample.ids) - answer_length(sample) :].tolist()
-        events = client.events(connection, body(baseline.prompt_of(sample), longest, eos))
+        events = client.events(connection, body(prompt_ids(sample), longest, eos))
         ids, _ = answer_of(url, events[-1], eos, target.vocab_size)
         tally, exact = tally_of(url, events, len(ids), config.draft_tokens)
         progress.advance(1)

@@ -12,7 +12,7 @@ from typing import Any
 from eyas.bench.measure import Prompt
 from eyas.corpus.read import Row, read
 from eyas.corpus.render import Renderer
-from eyas.decode.replay import answer_length, spread
+from eyas.decode.replay import prompt_ids, spread
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.store.store import FeatureStore
@@ -33,7 +33,7 @@ def prompts(
     if found := LONG.fullmatch(workload):
         name, longer = found[1], int(found[2])
     if name == HELDOUT and store is not None and longer is None:
-        return [Prompt(str(row), _ids_before_answer(store, row)) for row in spread(len(store), count)]
+        return [Prompt(str(row), prompt_ids(store.sample(row))) for row in spread(len(store), count)]
     rows = _rows(name)
     render = Renderer(target, kwargs)
     if longer is None:
@@ -46,12 +46,6 @@ def prompts(
     if not fits:
         raise UserError(f"workload {workload}: no prompt fits the target's context of {context} tokens")
     return fits
-
-
-def _ids_before_answer(store: FeatureStore, row: int) -> list[int]:
-    sample = store.sample(row)
-    ids: list[int] = sample.ids[: len(sample.ids) - answer_length(sample)].tolist()
-    return ids
 
 
 def _rows(name: str) -> Sequence[Row]:

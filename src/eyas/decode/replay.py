@@ -53,6 +53,12 @@ def answer_length(sample: Sample) -> int:
     return int(sample.answer.flip(0).to(torch.int64).cumprod(0).sum())
 
 
+def prompt_ids(sample: Sample) -> list[int]:
+    """The ids before the sample's last run of answer tokens."""
+    ids: list[int] = sample.ids[: len(sample.ids) - answer_length(sample)].tolist()
+    return ids
+
+
 def replay(
     draft: DraftModel, store: FeatureStore, draft_tokens: int, rows: Sequence[int], progress: Progress
 ) -> Iterator[tuple[int, Sample, Tally]]:
