@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.bench import measure
+from eyas.bench import measure, served
 from eyas.bench.measure import Block, Load, Request
 from eyas.decode.acceptance import Tally
 
@@ -34,6 +34,15 @@ def test_prompts_differ_and_the_ratio_of_one_at_a_time_is_theirs() -> None:
     found = measure.ratio(plain, draft)
     assert found["ratio"] == pytest.approx(2.0)
     assert found["low"] == pytest.approx(found["high"])
+
+
+def test_answers_of_other_lengths_are_timed_by_the_token() -> None:
+    """Below float32 a draft may change an answer's length; a shorter answer is no speed-up."""
+    plain, draft = block({"a": 4.0}, tokens=4), block({"a": 1.0}, tokens=2)
+    assert measure.ratio([plain], [draft])["ratio"] == pytest.approx(2.0)
+    (row,) = served.compare({("heldout", 1, 0.0): [plain]}, {("heldout", 1, 0.0): [draft]})
+    assert (row["tokens"], row["draft_tokens"], row["equal"]) == (4, 2, False)
+    assert served.compare({}, {("heldout", 1, 0.0): [draft]}) == []
 
 
 def test_several_at_a_time_are_compared_by_whole_blocks() -> None:

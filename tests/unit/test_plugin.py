@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import eyas.engines.sglang.plugin.staging as stagings
 from eyas.engines.sglang.capturefile import read
 from eyas.engines.sglang.plugin.hooks import Plugin, collect, obstacle
+from eyas.engines.sglang.plugin.layout import CaptureFile
 from eyas.engines.sglang.plugin.protocol import VARIABLE, Orders, Wanted
 from eyas.engines.sglang.plugin.staging import Staging
 from eyas.engines.sglang.plugin.stitch import Chunk
@@ -406,3 +408,14 @@ def test_a_shipped_plugin_is_found_by_another_interpreter(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(folder / "eyas" / "__init__.py")
     assert ship(folder) == folder, "can be done again"
+
+
+def test_a_root_that_vanishes_ends_no_writer(tmp_path: Path) -> None:
+    """The file is given its name before it is closed: where that fails, it can still be given up."""
+    (tmp_path / "root").mkdir()
+    wanted = Wanted("gone", 2)
+    file = CaptureFile(wanted.partial(tmp_path / "root"), wanted, (1, 2, 3), 4, torch.float32)
+    shutil.rmtree(tmp_path / "root")
+    with pytest.raises(FileNotFoundError):
+        file.finish(wanted.file(tmp_path / "root"))
+    file.abandon()

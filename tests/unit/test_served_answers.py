@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from eyas.bench import served
 from eyas.config import parse
 from eyas.corpus.keys import prompt_key
 from eyas.engines import target
@@ -122,10 +121,3 @@ def test_a_prompt_of_another_vocabulary_is_refused_before_it_is_sent(step, fake)
     with pytest.raises(UserError, match="prompt k: the id 300 at position 1"):
         step()
     assert fake.seen == []
-
-
-def test_answers_of_other_lengths_are_timed_by_the_token():
-    plain, draft = {"prompt": 3, "ids": [5, 6, 7, 8], "seconds": 4.0}, {"prompt": 3, "ids": [5, 2], "seconds": 1.0}
-    (row,) = served.compare([plain], [draft])
-    assert (row["tokens"], row["draft_tokens"], row["equal"]) == (4, 2, False)
-    assert served.a_token(row) == {"plain": 1.0, "draft": 0.5}

@@ -47,9 +47,9 @@ class CaptureFile:
         self._write(len(self._header) + start + row * size, data)
 
     def finish(self, path: Path) -> None:
-        """Give it its name: it appears whole."""
-        os.close(self._file)
+        """Give it its name: it appears whole. It stays open where that fails, for `abandon`."""
         self._path.replace(path)
+        os.close(self._file)
 
     def abandon(self) -> None:
         """Close it, and remove it unless another attempt has taken its place."""
