@@ -12,6 +12,8 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
+import statistics
 import subprocess
 import sys
 import time
@@ -34,6 +36,7 @@ from eyas.engines.device import pick_device
 from eyas.engines.inprocess.target import InProcessTarget
 from eyas.engines.sglang.command import Draft
 from eyas.engines.sglang.server import Running, started
+from eyas.errors import UserError
 from eyas.progress import Silent
 
 KINDS = ("plain", "draft", "random")
@@ -52,10 +55,11 @@ def random_draft(folder: Path, info: targets.TargetInfo, out: Path) -> Path:
     return out
 
 
-def predicted(plain: list[Block], costs: list[Block], accept: float) -> float:
-    """The speed-up of whole requests, first token included, from costs and a replayed accept length."""
-    requests = [request for block in plain for request in block.requests]
-    more = sum(len(request.ids) - 1 for request in requests) / len(requests)
+def predicted(plain: list[Block], costs: list[Block], rounds: dict[str, int]) -> float:
+    """The speed-up of whole requests, first token included, from costs and each prompt's replayed `rounds`.
+
+    One request at a time: the geometric mean over prompts, as `measure.ratio` takes it; several: all seconds together.
+    """
 
     def first(blocks: list[Block]) -> float:
         times = [request.first for block in blocks for request in block.requests]
@@ -64,7 +68,12 @@ def predicted(plain: list[Block], costs: list[Block], accept: float) -> float:
     token, turn = measure.token_seconds(plain), measure.round_seconds(costs)
     assert token is not None, "no answer has two tokens"
     assert turn is not None, "nothing was drafted"
-    return (first(plain) + more * token) / (first(costs) + more / accept * turn)
+    requests = plain[0].requests
+    one = [first(plain) + (len(request.ids) - 1) * token for request in requests]
+    other = [first(costs) + rounds.get(request.key, 0) * turn for request in requests]
+    if plain[0].concurrency > 1:
+        return sum(one) / sum(other)
+    return math.exp(statistics.mean(math.log(a / b) for a, b in zip(one, other, strict=True)))
 
 
 def flops_and_bytes() -> dict[str, float]:
@@ -96,6 +105,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cost-rounds", type=int, default=2, help="of the random draft's server")
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--python", default=sys.executable)
@@ -113,6 +123,7 @@ def main() -> None:
     print("models made", ceilings, flush=True)
     concurrencies = [int(one) for one in asked.concurrency.split(",")]
     rows: list[dict[str, Any]] = []
+    cheap: dict[int, float] = {}  # seconds of a token of the first model, by concurrency
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     written = {
         "date": datetime.date.today().isoformat(),
@@ -135,7 +146,13 @@ def main() -> None:
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         loading = {(n, kind): pool.submit(serve, stack, n, kind) for n in times for kind in KINDS}
-        running = {which: one.result() for which, one in loading.items()}
+        running = {}
+        for which, one in loading.items():
+            try:
+                running[which] = one.result()
+            except UserError as error:
+                print(*which, error, flush=True)
+        times = [n for n in times if all((n, kind) in running for kind in KINDS)]
         written["server_start_seconds"] = {f"{kind} x{n}": one.seconds["start"] for (n, kind), one in running.items()}
         print("servers ready", written["server_start_seconds"], flush=True)
         device = pick_device(Engine())
@@ -156,12 +173,12 @@ def main() -> None:
                 blocks: dict[str, list[Block]] = {kind: [] for kind in KINDS}
                 for kind in KINDS:
                     measure.warm_up(servers[kind], prompts, loads[kind])
-                for _ in range(asked.rounds):
-                    for kind in KINDS:
+                for number in range(asked.rounds):
+                    for kind in KINDS if number < asked.cost_rounds else KINDS[:2]:
                         blocks[kind].append(measure.block(servers[kind], prompts, loads[kind], Silent()))
                 ids = {prompt.key: prompt.ids for prompt in prompts}
-                answered = [(ids[r.key] + r.ids, len(ids[r.key])) for r in blocks["plain"][0].requests]
-                samples = capture(target, [row for row in answered if len(row[0]) - row[1] > 1], torch.float32)
+                drafted = [r for r in blocks["plain"][0].requests if len(r.ids) > 1]
+                samples = capture(target, [(ids[r.key] + r.ids, len(ids[r.key])) for r in drafted], torch.float32)
                 walks = list(
                     zip([s.ids[s.answer].tolist() for s in samples], tallies(drafter, samples, asked.draft_tokens),
                         strict=True)
@@ -170,16 +187,19 @@ def main() -> None:
                 served = sum(sum(r.tally.accepted) for b in blocks["draft"] for r in b.requests if r.tally)
                 found = measure.row("heldout", loads["draft"], blocks["plain"], blocks["draft"])
                 pairs = zip(blocks["plain"][0].requests, blocks["draft"][0].requests, strict=True)
-                guess = predicted(blocks["plain"], blocks["random"], accept)
+                turns = {r.key: tally.rounds for r, (_, tally) in zip(drafted, walks, strict=True)}
+                guess = predicted(blocks["plain"], blocks["random"], turns)
                 rows.append({
-                    "times": n, **found, "random_round_seconds": measure.round_seconds(blocks["random"]),
+                    "times": n, **found,
+                    "cost": found["token_seconds"] / cheap.setdefault(concurrency, found["token_seconds"]),
+                    "random_round_seconds": measure.round_seconds(blocks["random"]),
                     "accept_length": {"served": 1 + served / sum(b.rounds for b in blocks["draft"]),
                                       "replayed": accept, "without_looping": pooled(walks, asked.draft_tokens)},
                     "predicted": guess, "off": guess / found["ratio"]["ratio"] - 1,
                     "equal_answers": sum(a.ids == b.ids for a, b in pairs), "answers": len(prompts),
                 })  # fmt: skip
                 path.write_text(json.dumps(written, indent=1) + "\n")  # after each row, so that no later fault costs it
-                said = {key: rows[-1][key] for key in ("times", "concurrency", "ratio", "predicted", "off")}
+                said = {key: rows[-1][key] for key in ("times", "cost", "concurrency", "ratio", "predicted", "off")}
                 print(json.dumps({**said, "accept_length": rows[-1]["accept_length"]["served"]}), flush=True)
     print(path)
 
