@@ -49,6 +49,11 @@ def test_one_measured_length_is_joined_with_the_plain_token() -> None:
     assert costs.round(5) == pytest.approx(0.020)
 
 
+def test_a_prediction_says_what_it_rests_on() -> None:
+    assert [Costs(0.01, {3: 0.016}).basis(k) for k in (3, 1)] == ["measured", "estimated"]
+    assert Costs(0.01, {3: 0.016, 1: 0.012}).basis(5) == "fitted"
+
+
 def judged(failed: dict[int, str] | None = None) -> dict[str, Any]:
     accepts = {1: 1.5, 3: 1.9, 5: 2.0}
     measured = {3: {1: row(3, 1, 1.2), 16: row(3, 16, 0.8)}, 1: {1: row(1, 1, 1.25), 16: row(1, 16, 0.95)}}
@@ -59,9 +64,20 @@ def test_the_best_of_each_concurrency_and_where_plain_decoding_wins() -> None:
     found = judged({5: "out of memory"})
     assert [(one["concurrency"], one["draft_tokens"]) for one in found["best"]] == [(1, 1), (16, 1)]
     assert (found["crossover"], found["loads"]) == (1, 2)
+    first = found["rows"][0]  # one draft token, one request: 1.25 measured, and predicted from three draft tokens alone
+    assert (first["measured"]["ratio"], first["predicted"]["basis"]) == (1.25, "estimated")
+    assert first["predicted"]["speedup"] == pytest.approx(1.5 * 0.01 / 0.012)
     (failed, _) = (one for one in found["rows"] if one["draft_tokens"] == 5)
     assert (failed["measured"], failed["reason"]) == (None, "out of memory")
     assert failed["predicted"]["speedup"] == pytest.approx(2.0 * 0.01 / 0.02)
+
+
+def test_what_was_not_measured_says_why() -> None:
+    measured = {3: {1: row(3, 1, 1.1)}}
+    found = sweep.judge([1, 3, 9], {1: 1.6, 3: 1.76, 9: 1.8}, measured, {})
+    reasons = {one["draft_tokens"]: one["reason"] for one in found["rows"]}
+    assert reasons == {1: "bench.max_loads was spent before", 3: None, 9: "others were predicted to be faster"}
+    assert (found["rows"][1]["predicted"]["basis"], found["loads"]) == ("measured", 0)
 
 
 def test_the_next_load_goes_to_the_best_prediction() -> None:

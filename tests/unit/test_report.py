@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.verdict import decide
+from eyas.bench.verdict import decide, undecided
 from eyas.report import build
 from eyas.report.data import curve, read
 
@@ -243,6 +243,74 @@ def test_a_served_run_shows_checks_and_where_the_capture_spent_its_time(folder: 
     assert "not tried" in page.text
 
 
+LAUNCH = "python3 -m sglang.launch_server --model-path /models/m --speculative-algorithm EAGLE3"
+
+
+def bench_row(concurrency: int, ratio: float, **changes: Any) -> dict[str, Any]:
+    figure = {
+        "tokens_per_second": 1234.4, "rounds": [1200.0, 1234.4], "tokens": 900, "requests": 16,
+        "first_token": {"p50": 0.0123, "p99": 0.4}, "inter_token": {"p50": 0.00456, "p99": 1.5},
+    }  # fmt: skip
+    return {
+        "workload": "heldout", "concurrency": concurrency, "temperature": 0.0, "draft_tokens": 3,
+        "plain": figure, "draft": {**figure, "tokens_per_second": 1234.4 * ratio},
+        "ratio": {"ratio": ratio, "low": ratio - 0.05, "high": ratio + 0.05},
+        "acceptance": acceptance(5100, 2250, 958, 399), "round_seconds": 0.0131, "token_seconds": 0.01, **changes,
+    }  # fmt: skip
+
+
+def served(folder: Path, more: dict[str, Any]) -> None:
+    """Let the run's verdict be one over these bench rows."""
+    rows = [bench_row(1, 1.4), bench_row(8, 1.2), bench_row(32, 0.8), bench_row(1, 1.1, temperature=0.6)]
+    parts = {name: RESULTS[name] for name in ("replay", "train", "vocabulary", "capture")}
+    decoded = {**RESULTS["decode"], "bench": rows, "launch": LAUNCH}
+    put(folder / "verdict.json", decide(**parts, decode=decoded, more=more))
+
+
+def test_a_served_draft_is_shown_at_every_concurrency(folder: Path) -> None:
+    ratio = {"ratio": 1.45, "low": 1.4, "high": 1.5}
+    sweep = {
+        "rows": [
+            {"draft_tokens": 5, "concurrency": 1, "predicted": {"accept_length": 1.8, "speedup": 1.5},
+             "measured": ratio, "reason": None},
+            {"draft_tokens": 9, "concurrency": 1, "predicted": {"accept_length": 1.9, "speedup": 1.1},
+             "measured": None, "reason": "out of memory"},
+        ],
+        "best": [{"concurrency": 1, "draft_tokens": 5, "speedup": 1.45}], "crossover": 8, "loads": 2,
+    }  # fmt: skip
+    served(folder, {"sweep": sweep})
+    _, page = page_of(folder)
+    for part in (
+        "Deploy this drafter for up to 8 requests at a time, no more",
+        f"Launch command {LAUNCH}",
+        "It pays for up to 8 requests at a time; above that serve without the draft.",
+        "Best number of draft tokens, by requests at a time: 5 at 1.",
+        "heldout 8 1,234 1,481 1.20 1.15 to 1.25 1.71 1.31",
+        "heldout, temperature 0.6 1 1,234",
+        "heldout 1 plain 12.3 400 4.56 1,500",
+        "1 5 1.80 1.50 1.45 1.40 to 1.50",
+        "1 9 1.90 1.10 – – out of memory",
+        "The sweep took 2 server loads. Above 8 requests at a time plain decoding wins.",
+        "break-even",
+    ):
+        assert part in page.text, part
+    assert page.tags.count("svg") == 7
+
+
+def test_a_run_without_served_figures_has_no_sections_on_them(folder: Path) -> None:
+    text = page_of(folder)[1].text
+    for title in ("Launch command", "Speed-up by requests", "Latency", "Number of draft tokens"):
+        assert title not in text
+
+
+def test_a_draft_that_was_not_served_is_not_called_lossy(folder: Path) -> None:
+    parts = {name: RESULTS[name] for name in ("replay", "train", "vocabulary", "capture")}
+    put(folder / "verdict.json", undecided(**parts))
+    text = page_of(folder)[1].text
+    assert "Lossless – the draft was not served" in text
+    assert "answers differ" not in text
+
+
 def test_a_failed_run_says_so_on_top(folder: Path) -> None:
     def fail(value: dict[str, Any]) -> None:
         steps = value["otherData"]["steps"]
@@ -280,6 +348,9 @@ def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
 def test_strange_verdicts_leave_a_page(folder: Path) -> None:
     for verdict in (
         {"deploy": "yes"},
+        {"launch": 3, "bench": [1, {}, {"concurrency": 0, "ratio": {"ratio": 1}}, {"plain": [], "draft": None}]},
+        {"bench": [{"concurrency": 4, "ratio": {"ratio": 1.1, "low": None}, "workload": HOSTILE}] * 9, "sweep": 1},
+        {"sweep": {"rows": [{"concurrency": "x", "measured": 3}, {"concurrency": 2}], "best": {}, "crossover": "y"}},
         {"reasons": "none", "accept_length": [], "speedup": [1, {"ratio": "x"}, {"ratio": math.nan}]},
         {"accept_length": {"by_position": [{}, {"position": "1", "reached": 0, "accepted_served": math.inf}]}},
         {"accept_length": {"served": None}, "speedup": [{"concurrency": 1, "ratio": None, "low": None, "high": None}]},
@@ -348,6 +419,8 @@ def test_plots_take_extremes() -> None:
         plots.timeline([("long", 0.0, 1e6, False, False)]),
         plots.acceptance(places, dict.fromkeys(("predicted", "decoded", "predicted joint", "decoded joint"), none)),
         plots.loss([5e9], [0.0]),
+        plots.speedups({str(i): [(1, 0.5, None, 2.0), (1024, 3.0, 4.0, 2.0)] for i in range(9)}),
+        plots.speedups({"b\n<&>" * 9: [(0.5, 0.0, None, None)]}),
         plots.length([0.0], [1.0]),
         plots.rates([([0.0], [0.0])] * 4),
     ):

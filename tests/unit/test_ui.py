@@ -177,6 +177,27 @@ def test_the_summary_says_what_matters(tmp_path: Path) -> None:
     assert all(line.rstrip() == line and len(line) <= 120 for line in text.splitlines())
 
 
+def test_the_summary_says_how_to_serve(tmp_path: Path) -> None:
+    launch = "python3 -m sglang.launch_server --model-path /models/m"
+    served = {
+        "speedup": [{"concurrency": 8, "ratio": 1.21, "low": 1.1, "high": 1.3, "break_even": 1.31}],
+        "deploy": {"verdict": "up_to", "max_concurrency": 8},
+        "launch": launch,
+        "sweep": {"best": [{"concurrency": 1, "draft_tokens": 5, "speedup": 1.4},
+                           {"concurrency": 8, "draft_tokens": 2, "speedup": 1.25}]},
+    }  # fmt: skip
+    text = summary(write(tmp_path, VERDICT | served, TIMELINE), 64.0)
+    for piece in (
+        "deploy the draft for up to 8 requests at once",
+        "with 8 requests at once; pays from 1.31 tokens a step",
+        "Draft tokens    best 5 (1.40 times) with 1, 2 (1.25 times) with 8 at once",
+        f"Serve it with   {launch}\n",
+    ):
+        assert piece in text
+    refused = {"deploy": {"verdict": "no", "max_concurrency": None}}
+    assert launch not in summary(write(tmp_path, VERDICT | served | refused, TIMELINE), 64.0)
+
+
 def test_a_summary_of_a_failed_run(tmp_path: Path) -> None:
     steps = {"target": {"state": "finished"}, "train": {"state": "failed"}}
     folder = write(tmp_path, {"reasons": ["train failed: disk full"]}, {"otherData": {"steps": steps}})
@@ -188,7 +209,7 @@ def test_a_summary_of_a_failed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strange", [None, 3, "x", [], [3], {}])
-@pytest.mark.parametrize("key", [*VERDICT, "otherData"])
+@pytest.mark.parametrize("key", [*VERDICT, "launch", "sweep", "bench", "otherData"])
 def test_a_summary_of_strange_data(tmp_path: Path, key: str, strange: Any) -> None:
     summary(write(tmp_path, VERDICT | {key: strange}, TIMELINE | {key: strange}), 1)
 

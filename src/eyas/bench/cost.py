@@ -51,6 +51,10 @@ class Costs:
         )
         return max(self.token, level + slope * (draft_tokens - middle))
 
+    def basis(self, draft_tokens: int) -> str:
+        """What `round` rests on: `measured`, `fitted` (two other lengths or more), `estimated` (one)."""
+        return "measured" if draft_tokens in self.rounds else "fitted" if len(self.rounds) > 1 else "estimated"
+
     def speedup(self, draft_tokens: int, accept: float) -> float:
         """How many times as fast as plain decoding a draft of this accept length is expected to be."""
         return accept * self.token / self.round(draft_tokens)

@@ -71,7 +71,9 @@ def decide(
             *_reach(replay, decode, lossless),
             *_training(train, vocabulary, capture),
         ],
-        "bench": bench,
+        "bench": [
+            {**row, "break_even": cost.break_even(row), "accept_length": cost.accept_length(row)} for row in bench
+        ],
         "launch": decode.get("launch"),
         **{name: more[name] for name in ("sweep", "candidates") if name in more},
     }

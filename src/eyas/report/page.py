@@ -4,17 +4,15 @@ Every section is a function from the run to HTML. Where its data is missing it i
 failed or is still going gives a page too.
 """
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from eyas.files import write_atomic
+from eyas.report import pieces, served
 from eyas.report.data import Run, Step, curve, mapping, number, read, rows
 from eyas.ui.text import duration
-
-NO_PLOTS = "The plots need matplotlib, which is not installed here: pip install 'eyas[report]' and report again."
 
 
 def build(run_folder: Path) -> Path:
@@ -30,9 +28,13 @@ def render(run: Run) -> str:
         _errors(run),
         _headline(run),
         _figures(run),
-        _pair(_acceptance(run), _counts(run)),
-        _pair(_loss(run), _training(run)),
-        _pair(_rates(run), _timeline(run)),
+        served.launch(run),
+        served.speedups(run),
+        served.latencies(run),
+        served.sweep(run),
+        pieces.pair(_acceptance(run), _counts(run)),
+        pieces.pair(_loss(run), _training(run)),
+        pieces.pair(_rates(run), _timeline(run)),
         _steps(run),
         _checks(run),
         _proofs(run),
@@ -46,7 +48,7 @@ def render(run: Run) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(run.name)} · eyas</title>
+<title>{pieces.escape(run.name)} · eyas</title>
 <style>
 {style}</style>
 </head>
@@ -62,58 +64,64 @@ def render(run: Run) -> str:
 
 def _errors(run: Run) -> str:
     return "\n".join(
-        f'<p class="error"><strong>The step {_text(step.name)} failed.</strong> '
-        f"{_text(step.error or 'It left no error line; see its log.txt.')}</p>"
+        f'<p class="error"><strong>The step {pieces.escape(step.name)} failed.</strong> '
+        f"{pieces.escape(step.error or 'It left no error line; see its log.txt.')}</p>"
         for step in run.steps
         if step.failed
     )
 
 
 def _headline(run: Run) -> str:
-    name = f'<p class="run">eyas run {_text(run.name)}</p>'
+    name = f'<p class="run">eyas run {pieces.escape(run.name)}</p>'
     if not run.verdict:
-        return f"{name}\n<h1>No verdict yet</h1>\n" + _grey("The last step has not finished: nothing is proven.")
+        return f"{name}\n<h1>No verdict yet</h1>\n" + pieces.grey("The last step has not finished: nothing is proven.")
     deploy = mapping(run.verdict.get("deploy"))
     limit = number(deploy.get("max_concurrency"))
-    requests = "one request" if limit == 1 else f"up to {_amount(limit)} requests"
+    requests = "one request" if limit == 1 else f"up to {pieces.amount(limit)} requests"
     kind, words = {
         "yes": ("yes", f"Deploy this drafter: it pays, measured with {requests} at a time"),
         "up_to": ("yes", f"Deploy this drafter for {requests} at a time, no more"),
     }.get(str(deploy.get("verdict")), ("no", "Do not deploy this drafter"))
     reasons = run.verdict.get("reasons")
     said = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
-    first = f"<p>{_text(said[0])}</p>" if said else ""
-    rest = "".join(f"<li>{_text(reason)}</li>" for reason in said[1:])
+    first = f"<p>{pieces.escape(said[0])}</p>" if said else ""
+    rest = "".join(f"<li>{pieces.escape(reason)}</li>" for reason in said[1:])
     return f'{name}\n<h1 class="{kind}">{words}</h1>\n{first}' + (f'\n<ul class="reasons">{rest}</ul>' if rest else "")
 
 
 def _figures(run: Run) -> str:
     if not run.verdict:
-        return _section("Key figures", _grey("There are no key figures before the verdict."))
+        return pieces.section("Key figures", pieces.grey("There are no key figures before the verdict."))
     length = mapping(run.verdict.get("accept_length"))
     cards = [
-        ("Accept length, decoded", _decimal(length.get("served")), "tokens a verify step, the bonus token included"),
-        ("Accept length, predicted", _decimal(length.get("predicted")), "by replay, on the same prompts"),
+        (
+            "Accept length, decoded",
+            pieces.decimal(length.get("served")),
+            "tokens a verify step, the bonus token included",
+        ),
+        ("Accept length, predicted", pieces.decimal(length.get("predicted")), "by replay, on the same prompts"),
     ]
     for row in rows(run.verdict.get("speedup")):
         limit = number(row.get("concurrency"))
-        at = "one request at a time" if limit == 1 else f"{_amount(limit)} requests at a time"
-        low, high = _decimal(row.get("low")), _decimal(row.get("high"))
+        at = "one request at a time" if limit == 1 else f"{pieces.amount(limit)} requests at a time"
+        low, high = pieces.decimal(row.get("low")), pieces.decimal(row.get("high"))
         ratio = number(row.get("ratio"))
         cards.append(("Speed-up", "–" if ratio is None else f"{ratio:.2f}×", f"interval {low} to {high}, {at}"))
     if run.verdict.get("lossless") is True:
         cards.append(("Lossless", "yes", "answers equal the target's own"))
+    elif mapping(run.verdict.get("accept_length")) and run.verdict.get("lossless", "") is None:
+        cards.append(("Lossless", "–", "the draft was not served"))
     else:
         cards.append(("Lossless", "no", "answers differ from the target's own"))
     cards.append(_time_to_verdict(run))
     looping = mapping(length.get("looping"))
     if number(looping.get("rows")):
-        count = _amount(number(looping.get("rows")))
-        note = f"decoded; {_decimal(looping.get('predicted'))} predicted; {count} rows, left out"
-        cards.append(("Looping rows alone", _decimal(looping.get("served")), note))
+        count = pieces.amount(number(looping.get("rows")))
+        note = f"decoded; {pieces.decimal(looping.get('predicted'))} predicted; {count} rows, left out"
+        cards.append(("Looping rows alone", pieces.decimal(looping.get("served")), note))
     items = "".join(
-        f'<div><dt>{_text(name)}</dt><dd class="value">{_text(value)}</dd><dd class="note">{_text(note)}</dd></div>'
-        for name, value, note in cards
+        f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="note">{note}</dd></div>'
+        for name, value, note in (map(pieces.escape, card) for card in cards)
     )
     return f'<dl class="figures">{items}</dl>'
 
@@ -141,9 +149,9 @@ def _positions(run: Run) -> list[dict[str, Any]]:
 def _acceptance(run: Run) -> str:
     title, positions = "Acceptance by position", _positions(run)
     if not positions:
-        return _section(title, _grey("Acceptance by position is known after the verdict."))
+        return pieces.section(title, pieces.grey("Acceptance by position is known after the verdict."))
     rates = {
-        name: [_rate(row.get(accepted), of) for row, of in zip(positions, totals, strict=True)]
+        name: [pieces.rate(row.get(accepted), of) for row, of in zip(positions, totals, strict=True)]
         for name, accepted, totals in (
             ("predicted", "accepted_predicted", [row.get("reached_predicted") for row in positions]),
             ("decoded", "accepted_served", [row.get("reached") for row in positions]),
@@ -152,7 +160,7 @@ def _acceptance(run: Run) -> str:
         )
     }
     places = [int(number(row.get("position")) or 0) for row in positions]
-    return _section(title, _plot(lambda plots: plots.acceptance(places, rates)))
+    return pieces.section(title, pieces.plot(lambda plots: plots.acceptance(places, rates)))
 
 
 def _counts(run: Run) -> str:
@@ -165,17 +173,17 @@ def _counts(run: Run) -> str:
             ("predicted", "reached_predicted", "accepted_predicted"),
             ("decoded", "reached", "accepted_served"),
         ):
-            counts = (_amount(number(row.get(reached))), _amount(number(row.get(accepted))))
-            rate = _rate(row.get(accepted), row.get(reached))
-            joint = _rate(row.get(accepted), positions[0].get(reached))
-            place = f"{_amount(number(row.get('position')))} {name}"
-            lines.append((place, *counts, _percent(rate), _percent(joint)))
+            counts = (pieces.amount(number(row.get(reached))), pieces.amount(number(row.get(accepted))))
+            rate = pieces.rate(row.get(accepted), row.get(reached))
+            joint = pieces.rate(row.get(accepted), positions[0].get(reached))
+            place = f"{pieces.amount(number(row.get('position')))} {name}"
+            lines.append((place, *counts, pieces.percent(rate), pieces.percent(joint)))
     heads = ("position", "reached", "accepted", "rate", "joint")
     note = (
         '<p class="note">Rate: the share that the target accepted of the drafts that it reached at this position. '
         "Joint: the share of all verify steps that accepted this far.</p>"
     )
-    return _section("Counts", _table(heads, lines, numbers=(1, 2, 3, 4)) + note)
+    return pieces.section("Counts", pieces.table(heads, lines, numbers=(1, 2, 3, 4)) + note)
 
 
 def _metrics(run: Run) -> list[dict[str, Any]]:
@@ -185,14 +193,16 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
 
 def _loss(run: Run) -> str:
     tokens, values = curve(_metrics(run), "tokens", "loss")
-    drawn = _plot(lambda plots: plots.loss(tokens, values)) if tokens else _grey("No loss was recorded.")
-    return _section("Loss over training", drawn)
+    drawn = pieces.plot(lambda plots: plots.loss(tokens, values)) if tokens else pieces.grey("No loss was recorded.")
+    return pieces.section("Loss over training", drawn)
 
 
 def _training(run: Run) -> str:
     steps, values = curve(_metrics(run), "step", "accept_length")
-    drawn = _plot(lambda plots: plots.length(steps, values)) if steps else _grey("No evaluation was recorded.")
-    return _section("Held-out accept length over training", drawn)
+    drawn = (
+        pieces.plot(lambda plots: plots.length(steps, values)) if steps else pieces.grey("No evaluation was recorded.")
+    )
+    return pieces.section("Held-out accept length over training", drawn)
 
 
 def _rates(run: Run) -> str:
@@ -200,7 +210,7 @@ def _rates(run: Run) -> str:
     while len(curves) < 4 and (points := curve(_metrics(run), "step", f"accept_{len(curves) + 1}"))[0]:
         curves.append(points)
     title = "Held-out acceptance by position over training"
-    return _section(title, _plot(lambda plots: plots.rates(curves))) if curves else ""
+    return pieces.section(title, pieces.plot(lambda plots: plots.rates(curves))) if curves else ""
 
 
 def _timeline(run: Run) -> str:
@@ -210,8 +220,8 @@ def _timeline(run: Run) -> str:
         if step.span or step.reused
     ]
     if not bars:
-        return _section("Timeline", _grey("There is no timeline here."))
-    return _section("Timeline", _plot(lambda plots: plots.timeline(bars)))
+        return pieces.section("Timeline", pieces.grey("There is no timeline here."))
+    return pieces.section("Timeline", pieces.plot(lambda plots: plots.timeline(bars)))
 
 
 def _proofs(run: Run) -> str:
@@ -219,12 +229,12 @@ def _proofs(run: Run) -> str:
     proofs = mapping(step.result.get("proofs")) if step else {}
     lines = []
     for name, proof in proofs.items():
-        checked, failed = (_amount(number(mapping(proof).get(count))) for count in ("checked", "failed"))
-        lines.append((name, checked, failed, _value(mapping(proof).get("worst"))))
-    table = _table(("proof", "checked", "failed", "worst"), lines, numbers=(1, 2, 3))
+        checked, failed = (pieces.amount(number(mapping(proof).get(count))) for count in ("checked", "failed"))
+        lines.append((name, checked, failed, pieces.value(mapping(proof).get("worst"))))
+    table = pieces.table(("proof", "checked", "failed", "worst"), lines, numbers=(1, 2, 3))
     if not table:
-        return _section("Proofs of the capture", _grey("There is no finished capture here."))
-    return _section("Proofs of the capture", table + _split(mapping(step.result) if step else {}))
+        return pieces.section("Proofs of the capture", pieces.grey("There is no finished capture here."))
+    return pieces.section("Proofs of the capture", table + _split(mapping(step.result) if step else {}))
 
 
 def _split(capture: Mapping[str, Any]) -> str:
@@ -234,10 +244,10 @@ def _split(capture: Mapping[str, Any]) -> str:
     if not seconds or rate is None:
         return ""
     server, proofs, write, again = (duration(seconds.get(name)) for name in ("server", "proofs", "write", "recapture"))
-    return _grey(
-        f"{_amount(number(capture.get('samples')))} samples, {_amount(rate)} tokens/s from first request to last "
-        f"reply ({server}). Meanwhile, summed over threads: proofs {proofs}, writing {write}. A share captured again, "
-        f"alone: {again}."
+    return pieces.grey(
+        f"{pieces.amount(number(capture.get('samples')))} samples, {pieces.amount(rate)} tokens/s from first request "
+        f"to last reply ({server}). Meanwhile, summed over threads: proofs {proofs}, writing {write}. A share captured "
+        f"again, alone: {again}."
     )
 
 
@@ -249,8 +259,8 @@ def _checks(run: Run) -> str:
         if (step := run.step(name))
         for check in rows(step.result.get("checks"))
     ]
-    table = _table(("by", "check", "", "seen"), lines)
-    return _section("Checks of the server", table) if table else ""
+    table = pieces.table(("by", "check", "", "seen"), lines)
+    return pieces.section("Checks of the server", table) if table else ""
 
 
 def _outcome(passed: object) -> str:
@@ -260,7 +270,7 @@ def _outcome(passed: object) -> str:
 def _steps(run: Run) -> str:
     lines = [(step.name, step.state, duration(step.seconds), *_work(step), step.digest[:12]) for step in run.steps]
     heads = ("step", "state", "time", "work", "rate", "digest")
-    return _section("Steps", _table(heads, lines, numbers=(2, 3, 4)) or _grey("No step has begun."))
+    return pieces.section("Steps", pieces.table(heads, lines, numbers=(2, 3, 4)) or pieces.grey("No step has begun."))
 
 
 def _work(step: Step) -> tuple[str, str]:
@@ -268,88 +278,18 @@ def _work(step: Step) -> tuple[str, str]:
     if step.phase is None:
         return "–", "–"
     done, total, unit = step.phase.done, step.phase.total, step.phase.unit
-    work = f"{_amount(done)} {unit}" if done >= total else f"{_amount(done)} of {_amount(total)} {unit}"
-    return work, f"{_amount(step.phase.rate)} {unit}/s" if step.phase.rate else "–"
+    work = (
+        f"{pieces.amount(done)} {unit}" if done >= total else f"{pieces.amount(done)} of {pieces.amount(total)} {unit}"
+    )
+    return work, f"{pieces.amount(step.phase.rate)} {unit}/s" if step.phase.rate else "–"
 
 
 def _configuration(run: Run) -> str:
-    return _section("Configuration", _pre(run.config) if run.config else _grey("There is no run.yaml here."))
+    return pieces.section(
+        "Configuration", pieces.pre(run.config) if run.config else pieces.grey("There is no run.yaml here.")
+    )
 
 
 def _versions(run: Run) -> str:
-    table = _table(("what", "version"), run.versions.items())
-    return _section("Versions", table or _grey("There is no versions.json here."))
-
-
-# Pieces of HTML
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
-
-
-def _grey(sentence: str) -> str:
-    return f'<p class="grey">{_text(sentence)}</p>'
-
-
-def _pre(text: str) -> str:
-    return f"<pre>{_text(text)}</pre>"
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{_text(title)}</h2>\n{content}\n</section>"
-
-
-def _pair(left: str, right: str) -> str:
-    return f'<div class="pair">\n{left}\n{right}\n</div>'
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table that scrolls sideways by itself where the screen is narrow; empty without lines."""
-    css = ['class="n"' if column in numbers else "" for column in range(len(heads))]
-    body = [
-        "<tr>" + "".join(f"<td {kind}>{_text(cell)}</td>" for kind, cell in zip(css, line, strict=True)) + "</tr>"
-        for line in lines
-    ]
-    if not body:
-        return ""
-    head = "".join(f"<th {kind}>{_text(name)}</th>" for kind, name in zip(css, heads, strict=True))
-    joined = "\n".join([f"<tr>{head}</tr>", *body]).replace("<td >", "<td>").replace("<th >", "<th>")
-    return f'<div class="scroll"><table>\n{joined}\n</table></div>'
-
-
-def _plot(draw: Callable[[Any], str]) -> str:
-    """Draw with the plots module, or say in the plot's place what is missing."""
-    try:
-        from eyas.report import plots
-    except ImportError:
-        return _grey(NO_PLOTS)
-    return draw(plots)
-
-
-# Figures in words
-
-
-def _rate(part: object, whole: object) -> float | None:
-    counted, of = number(part), number(whole)
-    return counted / of if counted is not None and of else None
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}".replace("%", " %")
-
-
-def _decimal(value: object) -> str:
-    figure = number(value)
-    return "–" if figure is None else f"{figure:.2f}"
-
-
-def _amount(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
-
-
-def _value(value: object) -> str:
-    figure = number(value)
-    return str("–" if value is None else value) if figure is None else f"{figure:.3g}"
+    table = pieces.table(("what", "version"), run.versions.items())
+    return pieces.section("Versions", table or pieces.grey("There is no versions.json here."))

@@ -111,6 +111,34 @@ def rates(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str:
     return _svg("rates", draw)
 
 
+def speedups(series: dict[str, Sequence[tuple[float, float, float | None, float | None]]]) -> str:
+    """Speed-up over requests at a time: points (requests, ratio, low, high) by name; below the line drafting loses."""
+    places = sorted({point[0] for points in series.values() for point in points})
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(1.0, color=INK, linewidth=1, linestyle=":", label="break-even")
+        for number, (name, points) in enumerate(series.items()):
+            colour, marker, line = SERIES[number % len(SERIES)]
+            # A few percent aside, so that intervals at one place do not hide each other.
+            across = [at * 1.03**number for at, *_ in points]
+            middles = [ratio for _, ratio, _, _ in points]
+            below = [max(0.0, ratio - (ratio if low is None else low)) for _, ratio, low, _ in points]
+            above = [max(0.0, (ratio if high is None else high) - ratio) for _, ratio, _, high in points]
+            short = name if len(name) < 28 else name[:26] + "…"
+            axes.errorbar(
+                across, middles, (below, above), color=colour, marker=marker, linestyle=line, capsize=3, label=short
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.set_xlim(places[0] / 1.3, places[-1] * 1.4)
+        axes.minorticks_off()
+        axes.set_xlabel("requests at a time")
+        axes.set_ylabel("times as fast as without")
+        _legend(axes)
+
+    return _svg("speedups " + " ".join(series), draw, HEIGHT + 0.2 * (len(series) // 2))
+
+
 def timeline(bars: Sequence[tuple[str, float, float, bool, bool]]) -> str:
     """Steps as bars (name, start, end, reused, failed) in seconds since the run started."""
     last = max(end for _, _, end, _, _ in bars)

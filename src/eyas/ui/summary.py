@@ -16,7 +16,7 @@ def summary(folder: Path, seconds: float) -> str:
     reasons = verdict.get("reasons")
     if isinstance(reasons, list) and reasons:
         lines += ["Why", *(f"  - {reason}" for reason in reasons)]
-    lines += [*_places(folder, steps), *_times(verdict, steps)]
+    lines += [*_serving(verdict), *_places(folder, steps), *_times(verdict, steps)]
     return "\n".join(lines)
 
 
@@ -70,9 +70,23 @@ def _figures(verdict: dict[str, Any]) -> list[str]:
     for row in _rows(verdict.get("speedup")):
         interval = f"{_number(row.get('low'))} to {_number(row.get('high'))}"
         at = f"{row.get('concurrency', '?')} request{'' if row.get('concurrency') == 1 else 's'} at once"
-        lines.append(f"Speed-up        {_number(row.get('ratio'))} times, interval {interval}, with {at}")
+        needed = f"; pays from {_number(row['break_even'])} tokens a step" if row.get("break_even") else ""
+        lines.append(f"Speed-up        {_number(row.get('ratio'))} times, interval {interval}, with {at}{needed}")
     if verdict.get("lossless") is not None:
         lines.append(f"Lossless        {'yes' if verdict['lossless'] is True else 'NO'}")
+    return lines
+
+
+def _serving(verdict: dict[str, Any]) -> list[str]:
+    """How many tokens to draft, and the command to serve with; on one line each, to be copied."""
+    best = [
+        f"{row.get('draft_tokens', '?')} ({_number(row.get('speedup'))} times) with {row.get('concurrency', '?')}"
+        for row in _rows(_dict(verdict.get("sweep")).get("best"))
+    ]
+    lines = [f"Draft tokens    best {', '.join(best)} at once"] if best else []
+    command, answer = verdict.get("launch"), _dict(verdict.get("deploy")).get("verdict")
+    if isinstance(command, str) and command and answer in ("yes", "up_to"):
+        lines.append(f"Serve it with   {command}")
     return lines
 
 
