@@ -267,7 +267,7 @@ class Bench(Section):
     max_new_tokens: int = Field(default=128, ge=2)
     temperatures: list[Annotated[float, Field(ge=0, le=2)]] = Field(default=[0.0], min_length=1)
     rounds: int = Field(default=3, ge=2)
-    """How often each figure is taken, in turns: its interval comes from their spread."""
+    """How often each figure is taken: its interval comes from their spread."""
     again: bool = True
     """Load the plain server once more after the draft's and measure it again, so that a drift is seen."""
     sweep: list[Annotated[int, Field(ge=1, le=16)]] = []

@@ -36,6 +36,20 @@ def test_a_long_context_is_as_long_as_it_says_and_no_longer(target: targets.Targ
         assert len(one.ids) < 150 < len(prompt.ids) <= 200
 
 
+def test_a_runs_own_heldout_prompts_stand_in_long_contexts_too(target: targets.TargetInfo, tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("".join(f"what about number {i}?\n" for i in range(30)))
+    own, named = (workloads.prompts(name, 3, target, None, {}, str(path)) for name in ("heldout@150", f"{path}@150"))
+    assert [prompt.ids for prompt in own] == [prompt.ids for prompt in named]
+
+
+def test_a_single_prompt_cannot_be_made_longer(target: targets.TargetInfo, tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("why?\n")
+    with pytest.raises(UserError, match="one prompt alone"):
+        workloads.prompts(f"{path}@100", 1, target, None, {})
+
+
 def test_humaneval_is_read_and_not_executed(
     target: targets.TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

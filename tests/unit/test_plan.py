@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eyas import config
+from eyas.corpus import builtin
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.plan import code, digests, graph, loads
@@ -110,6 +111,10 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
     assert plan(load()).services == ()
 
 
+def test_the_builtin_prompts_are_as_many_as_the_graph_thinks() -> None:
+    assert len(builtin.load("train")) == graph.BUILTIN_PROMPTS
+
+
 def test_a_pilot_comes_before_a_large_run() -> None:
     """Everything once on few prompts, with outputs of its own; the full run waits for the gate behind it."""
     large = load(engine={"kind": "sglang"}, prompts={"heldout_limit": 400})
@@ -160,6 +165,7 @@ def test_what_is_asked_for_becomes_a_step(tmp_path: Path) -> None:
         ({"server": {"tp": 2}}, [name for name in SERVED if name not in ("target", "prompts")]),
         ({"decode": {"timing_prompts": 2}}, ["baseline", "replay", "decode", "again", "verdict", "card"]),
         ({"train": {"epochs": 1.0}}, ["train", "export", "replay", "decode", "again", "verdict", "card"]),
+        ({"bench": {"sweep": [], "max_loads": 1}}, []),
         ({"bench": {"rounds": 5}}, ["baseline", "decode", "again", "verdict", "card"]),
     ],
 )

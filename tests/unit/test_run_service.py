@@ -110,6 +110,24 @@ def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
         assert apart, seen.states
 
 
+def test_a_step_that_measures_waits_for_the_services_of_others(tmp_path: Path) -> None:
+    """It may start a server of its own; while another's is loading, the device and the times are not its own."""
+    lease = {"leases": ("web",), "alone": True}
+    steps = (Step("leasing", "toys:work", **lease), Step("own", "toys:work", alone=True))
+    code, seen = toyrun.run(tmp_path, steps=steps, services=WEB)
+    assert (code, seen.ran()) == (0, ["leasing", "own"])
+
+
+def test_no_service_is_kept_up_over_a_step_that_measures_without_it(tmp_path: Path) -> None:
+    steps = (
+        Step("first", "toys:work", leases=("web",)),
+        Step("own", "toys:work", needs=("first",), alone=True),
+        Step("last", "toys:work", needs=("own",), leases=("web",)),
+    )
+    code, seen = toyrun.run(tmp_path, steps=steps, services=WEB)
+    assert (code, seen.ran()) == (0, ["first", "own", "last"])
+
+
 def test_a_step_reads_its_needs_and_leases_by_their_roles(tmp_path: Path) -> None:
     steps = (
         Step("small-one", "toys:work"),

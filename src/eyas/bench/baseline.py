@@ -12,7 +12,7 @@ from typing import Any
 
 from eyas.bench import measure, workloads
 from eyas.bench.measure import Block, Load, Prompt
-from eyas.config import Bench, Decode, Target
+from eyas.config import Bench, Decode, Prompts, Target
 from eyas.engines import target as targets
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.server import endpoints
@@ -58,7 +58,8 @@ def take(
     server = measure.SGLang(url, target.eos_token_ids, target.vocab_size)
     prefix = PLAIN if draft_tokens is None else DRAFTED
     kwargs = spec.section(Target).chat_template_kwargs
-    asked = {name: workloads.prompts(name, config.prompts, target, store, kwargs) for name in config.workloads}
+    heldout = spec.section(Prompts).heldout
+    asked = {name: workloads.prompts(name, config.prompts, target, store, kwargs, heldout) for name in config.workloads}
     wanted = list(figures(config))
     there = read_blocks(out, prefix)
     # Several requests at a time need more prompts than few, or the last ones run alone.

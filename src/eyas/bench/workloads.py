@@ -1,5 +1,6 @@
 """What a server is asked when it is measured: held-out prompts of the run, HumanEval, a user's file, long contexts."""
 
+import bisect
 import gzip
 import importlib.util
 import json
@@ -22,19 +23,25 @@ LONG = re.compile(r"(.+)@(\d+)")
 
 
 def prompts(
-    workload: str, count: int, target: TargetInfo, store: FeatureStore | None, kwargs: Mapping[str, Any]
+    workload: str,
+    count: int,
+    target: TargetInfo,
+    store: FeatureStore | None,
+    kwargs: Mapping[str, Any],
+    heldout: str = "builtin",
 ) -> list[Prompt]:
     """`count` prompts of a workload, or as many as it has; `name@N`: each behind as much other text as makes N tokens.
 
-    `store`: the held-out store of a run, whose very ids are taken; without one the built-in held-out prompts are
-    rendered. `kwargs` go to the chat template. Raises UserError: no such workload, nothing usable in it.
+    `store`: the held-out store of a run, whose very ids are taken; without one, and for long contexts, the prompts of
+    `heldout` (as prompts.heldout) are rendered. `kwargs` go to the chat template. Raises UserError: no such workload,
+    nothing usable in it.
     """
     name, longer = workload, None
     if found := LONG.fullmatch(workload):
         name, longer = found[1], int(found[2])
     if name == HELDOUT and store is not None and longer is None:
         return [Prompt(str(row), prompt_ids(store.sample(row))) for row in spread(len(store), count)]
-    rows = _rows(name)
+    rows = _rows(name, heldout)
     render = Renderer(target, kwargs)
     if longer is None:
         chosen = [rows[i] for i in spread(len(rows), count)]
@@ -48,10 +55,10 @@ def prompts(
     return fits
 
 
-def _rows(name: str) -> Sequence[Row]:
+def _rows(name: str, heldout: str) -> Sequence[Row]:
     if name == HUMANEVAL:
         return _humaneval()
-    rows, rejected = read("builtin" if name == HELDOUT else name, "heldout")
+    rows, rejected = read(heldout if name == HELDOUT else name, "heldout")
     if not rows:
         raise UserError(f"workload {name}: no usable prompt in it ({dict(rejected)})")
     return rows
@@ -75,23 +82,28 @@ def _humaneval() -> list[Row]:
 
 
 def _longer(name: str, rows: Sequence[Row], number: int, length: int, render: Renderer) -> Prompt:
-    """The prompt with other prompts' text before it in the same message, `length` tokens in all or just below."""
+    """The prompt with other prompts' text before it in the same message, `length` tokens in all or just below.
+
+    Raises UserError: there are no other prompts.
+    """
     row = rows[number]
-    *before, last = row.messages
     others = [str(other.messages[-1]["content"]) for other in rows if other is not row]
+    if not others:
+        raise UserError(f"workload {name}@{length}: one prompt alone has no other text to stand behind: add prompts")
     random.Random(number).shuffle(others)
-    texts: list[str] = []
-    ids = render(row)
-    # A rough size first, then one text fewer until it fits: rendering is the only true count.
-    while len(ids) < length and len(texts) < 100_000:
-        texts.append(others[len(texts) % len(others)])
-        if len(texts) % 16 == 0 or sum(map(len, texts)) > 2 * length:
-            ids = render(_with(row, before, last, texts))
-    while texts and len(ids := render(_with(row, before, last, texts))) > length:
-        texts.pop()
-    return Prompt(f"{name}@{length}:{number}", ids)
+
+    def ids(count: int) -> list[int]:
+        return render(_with(row, [others[i % len(others)] for i in range(count)]) if count else row)
+
+    # Rendering is the only true count, and dear: the number of texts is found by halving.
+    most = 1
+    while len(ids(most)) <= length:
+        most *= 2
+    count = bisect.bisect_right(range(most), length, key=lambda count: len(ids(count))) - 1
+    return Prompt(f"{name}@{length}:{number}", ids(max(count, 0)))
 
 
-def _with(row: Row, before: list[dict[str, Any]], last: dict[str, Any], texts: Sequence[str]) -> Row:
+def _with(row: Row, texts: Sequence[str]) -> Row:
+    *before, last = row.messages
     content = "Notes:\n" + "\n".join(texts) + f"\n\nNow, regardless of these notes: {last['content']}"
     return Row([*before, {**last, "content": content}], row.form, row.source)

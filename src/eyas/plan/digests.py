@@ -51,12 +51,14 @@ class Plan:
         return set(planned.step.needs).union(*(self.service(name).step.needs for name in planned.step.leases))
 
     def comes_next(self, planned: Planned, service: str, unfinished: set[str]) -> bool:
-        """Whether nothing that is to run before a step leases another service: two servers share no device."""
+        """Whether a service may stay up for a step: nothing that is to run before the step leases another one, since
+        two servers share no device, or measures alone."""
         before, seen = [planned], {planned.name}
         steps = {step.name: step for step in self.steps}
         while before:
             for need in (self.needs(before.pop()) - seen) & unfinished:
-                if set(steps[need].step.leases) - {service}:
+                between = steps[need].step
+                if set(between.leases) - {service} or (between.alone and service not in between.leases):
                     return False
                 seen.add(need)
                 before.append(steps[need])

@@ -22,6 +22,10 @@ PILOTED = (
 )  # fmt: skip
 PILOT_SHARE, PILOT_HELDOUT = 4, 100
 BUILTIN_PROMPTS = 1515
+NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
+    ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True),
+)  # fmt: skip
+"""Of the steps that measure one server: what else is measured does not run them again."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -46,7 +50,7 @@ class Step:
     outside: tuple[tuple[str, str], ...] = ()
     """Files that the run does not own: path and digest."""
     alone: bool = False
-    """It measures time: nothing else runs beside it."""
+    """It measures time: nothing else runs beside it, nor a service that it does not lease."""
     roles: tuple[tuple[str, str], ...] = ()
     """What a needed step stands for where it is not that by name: (pilot-capture, capture)."""
     fixed: tuple[tuple[str, str, JsonValue], ...] = ()
@@ -122,7 +126,7 @@ def _pilot_steps(config: RunConfig, steps: dict[str, Step]) -> tuple[Step, ...]:
         ("prompts", "heldout_limit", min(config.prompts.heldout_limit or PILOT_HELDOUT, PILOT_HELDOUT)),
     )
     small = [_of_pilot(steps[name]) for name in PILOTED if name in steps]
-    small = [replace(step, fixed=limits) if "prompts" in step.sections else step for step in small]
+    small = [replace(step, fixed=(*step.fixed, *limits)) if "prompts" in step.sections else step for step in small]
     judged = ("train", "replay", "decode")
     gate = Step(
         "pilot",
@@ -163,7 +167,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
     )
     # An existing server is not ours to start with a draft: then nothing is served, and the verdict says so.
     if measured := config.server.url is None:
-        sections = ("target", "engine", "server", "answers", "decode", "bench")
+        sections = ("target", "engine", "server", "prompts", "answers", "decode", "bench")
         steps["baseline"] = Step(
             "baseline",
             "eyas.bench.baseline:run",
@@ -172,6 +176,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             leases=lease,
             alone=True,
+            fixed=NO_SWEEP,
         )
         steps["decode"] = replace(
             steps["decode"],
@@ -180,6 +185,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             sections=sections,
             leases=("drafted",),
             alone=True,
+            fixed=NO_SWEEP,
         )
         steps["again"] = replace(
             steps["baseline"],

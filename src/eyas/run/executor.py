@@ -125,9 +125,12 @@ class Executor:
         return all(self.views[need].state == "finished" for need in self.plan.needs(planned))
 
     def _has_room(self, planned: Planned) -> bool:
-        """Whether nothing that runs stands in the way of a step; one that measures runs alone."""
+        """Whether nothing stands in the way of a step; one that measures runs alone, beside its own services only."""
         beside = [self.planned[name].step for name in self.running]
-        if beside and (planned.step.alone or any(step.alone for step in beside)):
+        up = {service.name for service in self.services.values() if service.child}
+        if planned.step.alone and (beside or not up <= set(planned.step.leases)):
+            return False
+        if any(step.alone for step in beside):
             return False
         return not set(planned.step.resources) & {resource for step in beside for resource in step.resources}
 
