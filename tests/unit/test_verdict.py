@@ -286,6 +286,14 @@ def test_other_workloads_and_temperatures_are_told_and_do_not_decide() -> None:
     assert "On heldout at temperature 1, 1 request at a time: 0.90 times as fast" in text
 
 
+def test_without_greedy_figures_the_first_temperature_decides() -> None:
+    rows = [bench_row(1, 1.4, temperature=0.6), bench_row(1, 0.8, temperature=1.0)]
+    found = verdict(bench=rows)
+    assert [row["ratio"] for row in found["speedup"]] == [1.4]
+    assert found["deploy"]["verdict"] == "yes"
+    assert "at temperature 1, 1 request at a time: 0.80 times" in " ".join(found["reasons"])
+
+
 def test_what_else_was_measured_is_told() -> None:
     more = {
         "sweep": {"best": [{"concurrency": 1, "draft_tokens": 5, "speedup": 1.4}], "crossover": 8},

@@ -153,9 +153,14 @@ def _contradictions(what: str, part: dict[str, Any]) -> list[str]:
     return []
 
 
+def _deciding(bench: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that decide: of the first workload, greedy; where nothing is, at the first temperature."""
+    first = next((row for row in bench if row["temperature"] == 0), bench[0] if bench else {})
+    return [row for row in bench if all(row[key] == first[key] for key in ("workload", "temperature"))]
+
+
 def _speedups(bench: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures that decide: greedy, on the first workload, by concurrency."""
-    rows = [row for row in bench if row["temperature"] == 0] or bench
+    """The figures that decide, by concurrency."""
     return [
         {
             "concurrency": row["concurrency"],
@@ -163,8 +168,7 @@ def _speedups(bench: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "break_even": cost.break_even(row),
             "accept_length": cost.accept_length(row),
         }
-        for row in rows
-        if row["workload"] == rows[0]["workload"]
+        for row in _deciding(bench)
     ]
 
 
@@ -204,12 +208,12 @@ def _pays(speedup: list[dict[str, Any]]) -> list[str]:
 
 def _elsewhere(bench: list[dict[str, Any]]) -> list[str]:
     """The figures that do not decide: other workloads, other temperatures."""
-    first = bench[0]["workload"] if bench else ""
+    deciding = _deciding(bench)
     return [
         f"On {row['workload']} at temperature {row['temperature']:g}, {_plural(row['concurrency'], 'request')} at a "
         f"time: {_say(number(row['ratio']['ratio']))} times as fast, accept length {_say(cost.accept_length(row))}."
         for row in bench
-        if row["workload"] != first or row["temperature"] > 0
+        if row not in deciding
     ]
 
 
