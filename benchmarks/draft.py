@@ -59,7 +59,8 @@ def capture(target: InProcessTarget, rows: list[tuple[list[int], int]], dtype: t
             last = out.last[place, : len(row)].to(dtype).clone()
             aux = out.aux[place, : len(row)].to(dtype).clone()
             mask = torch.arange(len(row)) >= prompt
-            found[i] = Sample(str(i), torch.tensor(row), mask, aux, last, target.greedy(last).cpu())
+            greedy = target.greedy(out.last[place, : len(row)]).cpu()
+            found[i] = Sample(str(i), torch.tensor(row), mask, aux, last, greedy)
     return [found[i] for i in range(len(rows))]
 
 
