@@ -183,6 +183,52 @@ def doctor(
 
 
 @app.command()
+def bench(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A running SGLang or vLLM server.", show_default=False)],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Another one, measured in turns: with the draft.", show_default=False),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Its model, a folder or a name; default: the server's own.", show_default=False)
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="heldout (the default), humaneval, a .jsonl or .txt file; NAME@N: of N tokens; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,...", help="Requests at once.")] = "1",
+    temperature: Annotated[str, typer.Option(metavar="T,...", help="0: greedy.")] = "0",
+    prompts: Annotated[int, typer.Option(help="Of each workload, in each round.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often each figure is taken.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measure running servers: speed, latency, and what a draft gains."""
+    import json
+
+    from eyas import config
+    from eyas.run.faults import plain_errors
+    from eyas.ui.bench import table
+    from eyas.ui.single import Lines
+
+    asked = {
+        "workloads": workload or ["heldout"],
+        "concurrencies": _numbers("--concurrency", concurrency, int),
+        "temperatures": _numbers("--temperature", temperature, float),
+        "prompts": prompts,
+        "max_new_tokens": max_new_tokens,
+        "rounds": rounds,
+    }
+    section = config.parse({"name": "bench", "target": {"model": target or url}, "bench": asked}, "eyas bench").bench
+    with plain_errors(Path.cwd()):
+        found = importlib.import_module("eyas.bench.command").bench(url, against, target, section, Lines())
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
+
+
+@app.command()
 def init(
     launch: Annotated[Path, typer.Option(metavar="LAUNCH.SH", help="A script that starts SGLang.", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="RUN.YAML", help="Default: print it.", show_default=False)] = None,
@@ -228,6 +274,14 @@ def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Plan]
     return loaded, digests.make(
         graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed, graph.build_services(loaded)
     )
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
+    """`1,8,64`. Raises UserError."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} {text}: write numbers with commas between them, as 1,8") from None
 
 
 def _folder(run: Path) -> Path:

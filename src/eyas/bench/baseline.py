@@ -60,6 +60,9 @@ def take(
     kwargs = spec.section(Target).chat_template_kwargs
     heldout = spec.section(Prompts).heldout
     asked = {name: workloads.prompts(name, config.prompts, target, store, kwargs, heldout) for name in config.workloads}
+    if draft_tokens is None:
+        for name, prompts in asked.items():
+            workloads.refuse_random(name, prompts, target, server.logprobs)
     wanted = list(figures(config))
     there = read_blocks(out, prefix)
     # Several requests at a time need more prompts than few, or the last ones run alone.

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from eyas.bench.counts import tally_of
+from eyas.capture import witness
 from eyas.decode.acceptance import Tally, summary
 from eyas.decode.replay import pooled
 from eyas.decode.step import student
+from eyas.engines.sglang import client
 from eyas.engines.sglang.answers import answer_of
 from eyas.engines.sglang.http import Connection, Transient
 from eyas.engines.sglang.pool import fan_out
@@ -138,6 +140,13 @@ class SGLang:
             tally, exact = tally_of(self.url, events, len(ids), load.draft_tokens)
         counts = [int(event["meta_info"]["completion_tokens"]) for event in events]
         return Request(prompt.key, ids, seconds, times[0], gaps_of(times, counts), tally, exact)
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Log-probabilities of all ids but the first, by the target. Raises UserError, ServerDied."""
+        said = client.generate(self.url, witness.body(ids)).get("meta_info", {}).get("input_token_logprobs")
+        if not isinstance(said, list) or len(said) != len(ids) or any(row[0] is None for row in said[1:]):
+            raise UserError(f"{self.url}: replies lack the prompt's input_token_logprobs: update SGLang")
+        return [float(row[0]) for row in said[1:]]
 
 
 def gaps_of(times: Sequence[float], counts: Sequence[int]) -> list[float]:

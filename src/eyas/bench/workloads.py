@@ -4,9 +4,10 @@ import bisect
 import gzip
 import importlib.util
 import json
+import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from eyas.store.store import FeatureStore
 
 HELDOUT, HUMANEVAL = "heldout", "humaneval"
 LONG = re.compile(r"(.+)@(\d+)")
+JUDGED = 6
+"""Prompts whose probability is asked for."""
+OPENING, MOST, LEAST = 4, 256, 48
+"""Tokens: at a prompt's beginning, which nothing foretells; judged of a prompt; needed of all for a judgement."""
+Logprobs = Callable[[list[int]], list[float]]
+"""Log-probabilities, by the target, of all ids but the first."""
+RANDOM_SHARE = 0.75
+"""Of log(vocabulary): whatever the model, tokens drawn evenly cost log(vocabulary) nats each or more. By SmolLM2
+(log 49152 = 10.8) they cost 13 to 16, shuffled words 9, natural text and code 3 to 6."""
 
 
 def prompts(
@@ -53,6 +63,48 @@ def prompts(
     if not fits:
         raise UserError(f"workload {workload}: no prompt fits the target's context of {context} tokens")
     return fits
+
+
+def refuse_random(workload: str, asked: Sequence[Prompt], target: TargetInfo, logprobs: Logprobs) -> None:
+    """Refuse a user's prompts of random tokens, on which acceptance means nothing [sglang PR 25359].
+
+    The target itself judges, unless text is no better than noise to it, as to a model of random weights. What all
+    prompts begin or end with, the chat template, is left out; where little else is left, nothing is judged. Raises
+    UserError.
+    """
+    found = LONG.fullmatch(workload)
+    if (found[1] if found else workload) in (HELDOUT, HUMANEVAL):
+        return
+    limit = RANDOM_SHARE * math.log(target.vocab_size)
+    nats = _nats(asked, logprobs)
+    if nats is None or nats <= limit:
+        return
+    text = _nats(prompts(HELDOUT, JUDGED, target, None, {}), logprobs)
+    if text is not None and text <= limit:
+        raise UserError(
+            f"workload {workload}: looks like random tokens: they cost the target {nats:.1f} nats each, questions in "
+            f"plain words {text:.1f}; acceptance and speed-up on random tokens mean nothing: give real prompts"
+        )
+
+
+def _nats(asked: Sequence[Prompt], logprobs: Logprobs) -> float | None:
+    """Mean cost of a token; None: too few to judge."""
+    chosen = [asked[i].ids for i in spread(len(asked), JUDGED)]
+    start, end = _shared(chosen), _shared([ids[::-1] for ids in chosen])
+    first = max(1, start + OPENING)
+    nats: list[float] = []
+    for ids in chosen:
+        part = ids[: min(first + MOST, len(ids) - end)]
+        if len(part) > first:
+            nats += [-value for value in logprobs(part)[first - 1 :]]
+    return sum(nats) / len(nats) if len(nats) >= LEAST else None
+
+
+def _shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many ids all of several rows begin with; 0 of a single one."""
+    if len(rows) < 2:
+        return 0
+    return next((i for i, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1), min(map(len, rows)))
 
 
 def _rows(name: str, heldout: str) -> Sequence[Row]:
