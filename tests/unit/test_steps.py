@@ -36,6 +36,7 @@ def config(folder):
             "draft": {"vocab_size": 90},
             "train": {"ttt_steps": 2, "epochs": 2.0, "batch_tokens": 60, "learning_rate": 1e-3},
             "decode": {"timing_prompts": 3, "batch": 4},
+            "bench": {"temperatures": [0, 0.6, 1.0]},
         },
         "test",
     ).model_dump(mode="json")
@@ -123,6 +124,8 @@ def test_the_chain_of_steps(answered):
     decoded = answered.run("decode", decode.run, "target", "capture", "export")
     assert decoded["lossless"] is True
     assert decoded["by_position"] == decoded["predicted"]["by_position"] == predicted["by_position"]
+    assert [warm["temperature"] for warm in decoded["sampled"]] == [0.6, 1.0]
+    assert all(warm["rounds"] + warm["looping"]["rounds"] > 0 for warm in decoded["sampled"])
     assert 0 < decoded["speedup"]["low"] <= decoded["speedup"]["ratio"] <= decoded["speedup"]["high"]
 
 

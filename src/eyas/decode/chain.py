@@ -1,12 +1,12 @@
-"""Speculative decoding in-process: the draft guesses a chain, the target judges it in one pass; greedy and lossless.
+"""Speculative decoding in-process: the draft guesses a chain, the target judges it in one pass; lossless.
 
 Rows of a batch advance by different amounts; target and draft each keep a ragged cache. A round for a row whose
 newest token is x[m-1], not yet seen by the target:
 
 1. The draft takes in the slots up to m-2 that it has not seen with the target's own states, then feeds on its own
    state for further tokens; these guesses' keys lie behind its cache's length and are overwritten next round.
-2. The target runs x[m-1] and the guesses in one pass; the guesses that equal its own choices are accepted, and its
-   choice after the last accepted one comes for free.
+2. The target runs x[m-1] and the guesses in one pass; it accepts the guesses up to the first that it would not say
+   (`decode/sample.py`), and its own token after the last accepted one comes for free.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.decode.acceptance import Tally
+from eyas.decode.sample import Greedy, Judge
 from eyas.draft.model import DraftModel
 from eyas.engines.inprocess.cache import KVCache, Window
 from eyas.engines.inprocess.target import InProcessTarget
@@ -78,11 +79,13 @@ def decode(
     max_new_tokens: int,
     draft_tokens: int,
     said: Callable[[int], None] = lambda tokens: None,
+    judge: Judge | None = None,
 ) -> list[Decoded]:
-    """Answer prompts greedily with a draft; in float32 the tokens equal plain decoding's.
+    """Answer prompts with a draft, by default greedily: then, in float32, the tokens equal plain decoding's.
 
     `said(n)` is called for every n new tokens. Prompts have at least two tokens.
     """
+    judge = judge or Greedy(target)
     assert all(len(p) >= 2 for p in prompts)
     device, rows = target.device, len(prompts)
     longest = max(map(len, prompts)) + max_new_tokens
@@ -95,7 +98,7 @@ def decode(
     begin = torch.tensor([len(p) for p in prompts], device=device)
     out = target.run(ids[:, : int(begin.max())], cache)
     row = torch.arange(rows, device=device)
-    ids[row, begin] = target.greedy(out.last[row, begin - 1])
+    ids[row, begin] = judge.first(out.last[row, begin - 1])
     cache.lengths.copy_(begin)
     known, aux, fresh = begin + 1, out.aux, begin  # aux: states of the slots that the draft has not taken in
     tallies = [Tally(draft_tokens, rows=1) for _ in prompts]
@@ -124,8 +127,7 @@ def decode(
         guesses = drafter.guess(aux[:, :widest], ids.gather(1, slot + 1), fresh, draft_tokens)
         chain = torch.cat([ids[row, known - 1][:, None], guesses], 1)
         out = target.run(chain, cache)
-        choices = target.greedy(out.last)
-        accepted = (choices[:, :-1] == guesses).to(torch.int64).cumprod(1).sum(1)
+        accepted, choices = judge(out.last, guesses)
         over, advance = [], []
         for i, (count, said_here) in enumerate(zip(accepted.tolist(), choices.tolist(), strict=True)):
             new = said_here[: count + 1][: max_new_tokens - int(known[i] - begin[i])]

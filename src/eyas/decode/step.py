@@ -1,21 +1,25 @@
 """The decode step: held-out prompts answered with the exported draft, for real, and timed against plain decoding.
 
-Three facts come out: the accept length as decoded beside the one that replay predicts for the same prompts; whether
+Facts that come out: the accept length as decoded beside the one that replay predicts for the same prompts; whether
 every token equals plain decoding's (the held-out answers of the answers step); how much faster it is, one request at a
-time, with and without the draft taking turns.
+time, with and without the draft taking turns; and the accept length at the temperatures of `bench.temperatures`.
 """
 
 import math
 import statistics
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.config import Answers, Decode, Engine
+import torch
+
+from eyas.config import Answers, Bench, Decode, Engine
 from eyas.decode.acceptance import Tally
 from eyas.decode.chain import decode
 from eyas.decode.replay import answer_length, load_draft, pooled, replay, spread
+from eyas.decode.sample import Judge, Sampled
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, pick_dtype, use_threads
@@ -42,15 +46,27 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
 
     rows = spread(len(store), config.prompts)
     timed = spread(len(store), config.timing_prompts)
-    progress.total(len(rows) + len(timed), "prompts")
+    heats = [heat for heat in spec.section(Bench).temperatures if heat > 0]
+    progress.total((1 + len(heats)) * len(rows) + len(timed), "prompts")
+
+    def decoded(name: str, heat: float) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for number, batch in enumerate(rows[i : i + config.batch] for i in range(0, len(rows), config.batch)):
+            path = out / f"{name}-{number:05}.json"
+            if not path.is_file():
+                judge = sampled(target, heat, f"{spec.seed} {heat} {number}") if heat else None
+                write_json(path, decode_rows(target, draft, store, batch, longest, config.draft_tokens, judge))
+            records += read_json(path)
+            progress.advance(len(batch))
+        return records
+
     progress.milestone("decoding with the draft")
-    records: list[dict[str, Any]] = []
-    for number, batch in enumerate(rows[i : i + config.batch] for i in range(0, len(rows), config.batch)):
-        path = out / f"decoded-{number:05}.json"
-        if not path.is_file():
-            write_json(path, decode_rows(target, draft, store, batch, longest, config.draft_tokens))
-        records += read_json(path)
-        progress.advance(len(batch))
+    records = decoded("decoded", 0.0)
+    warm = []
+    for heat in heats:
+        progress.milestone(f"decoding at temperature {heat:g}")
+        walks = [(r["answer"], Tally(**r["tally"])) for r in decoded(f"sampled-{heat:g}", heat)]
+        warm.append({"temperature": heat, **pooled(walks, config.draft_tokens)})
     progress.milestone("timing one request at a time")
     timing = []
     for turn, row in enumerate(timed):
@@ -76,7 +92,14 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "speedup": speedup(timing),
         "timed_tokens": config.timing_tokens,
         "timing": timing,
+        "sampled": warm,
     }
+
+
+def sampled(target: InProcessTarget, heat: float, seed: str) -> Sampled:
+    """Draws at a temperature; what it draws depends on `seed` alone."""
+    generator = torch.Generator(target.device).manual_seed(zlib.crc32(seed.encode()))
+    return Sampled(target, heat, generator)
 
 
 def decode_rows(
@@ -86,10 +109,12 @@ def decode_rows(
     rows: Sequence[int],
     longest: int,
     draft_tokens: int,
+    judge: Judge | None = None,
 ) -> list[dict[str, Any]]:
-    """Decode store rows together; each with its answer, its tally and whether it equals plain decoding's."""
+    """Decode store rows together; each with its answer, its tally and whether it equals plain greedy decoding's."""
     samples = [store.sample(row) for row in rows]
     prompts = [s.ids[: len(s.ids) - answer_length(s)].tolist() for s in samples]
+    decoded = decode(target, draft, prompts, longest, draft_tokens, judge=judge)
     return [
         {
             "row": row,
@@ -103,7 +128,7 @@ def decode_rows(
                 "rows": 1,
             },
         }
-        for row, sample, d in zip(rows, samples, decode(target, draft, prompts, longest, draft_tokens), strict=True)
+        for row, sample, d in zip(rows, samples, decoded, strict=True)
     ]
 
 
