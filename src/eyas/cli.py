@@ -150,6 +150,27 @@ def replay(
 
 
 @app.command()
+def verify(
+    draft: Annotated[Path, typer.Argument(help="Folder of a draft, anyone's.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check a draft's files against its target, without running either; exit code 2: a check failed."""
+    import json
+
+    from eyas.run.faults import plain_errors
+    from eyas.ui.checks import table
+    from eyas.ui.single import Lines
+
+    with plain_errors(draft):
+        found = importlib.import_module("eyas.draft.verify").verify(draft, target, Lines())
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
+    failed = list(dict.fromkeys(check["name"] for check in found["checks"] if check["passed"] is False))
+    if failed:
+        raise UserError(f"{draft}: {', '.join(failed)} failed; the table says how to mend it")
+
+
+@app.command()
 def doctor(
     runfile: RunFile,
     overrides: Overrides = None,
