@@ -150,6 +150,72 @@ def replay(
 
 
 @app.command()
+def verify(
+    draft: Annotated[Path, typer.Argument(help="Folder of a draft, anyone's.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check a draft's files against its target, without running either; exit code 2: a check failed."""
+    import json
+
+    from eyas.run.faults import plain_errors
+    from eyas.ui.checks import table
+    from eyas.ui.single import Lines
+
+    with plain_errors(draft):
+        found = importlib.import_module("eyas.draft.verify").verify(draft, target, Lines())
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
+    failed = list(dict.fromkeys(check["name"] for check in found["checks"] if check["passed"] is False))
+    if failed:
+        raise UserError(f"{draft}: {', '.join(failed)} failed; the table says how to mend it")
+
+
+@app.command()
+def diagnose(
+    draft: Annotated[Path, typer.Argument(help="Folder of a draft, anyone's.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A file or `builtin`; default: the draft's own.", show_default=False),
+    ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTH|FILE", help="Accept length on your server, or its JSON.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Another version of the target, to be tried.", show_default=False),
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted in each step.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="How many prompts; default: 48.", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest answer, in tokens; default: 128.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Find out by experiment why a draft is accepted less than it should be."""
+    import json
+
+    from eyas.run.faults import plain_errors
+    from eyas.ui.diagnosis import as_text
+    from eyas.ui.single import Lines
+
+    with plain_errors(draft):
+        found = importlib.import_module("eyas.bench.cases").of_folder(
+            draft=draft,
+            target=target,
+            prompts=prompts,
+            served=served,
+            revision=revision,
+            draft_tokens=draft_tokens,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            progress=Lines(),
+        )
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else as_text(found))
+
+
+@app.command()
 def doctor(
     runfile: RunFile,
     overrides: Overrides = None,

@@ -107,7 +107,7 @@ def test_a_served_run_loads_the_target_after_the_twin_and_leases_its_server() ->
     assert [service.name for service in existing.services] == ["server"]
     names = [planned.name for planned in existing.steps]
     assert {"baseline", "decode"}.isdisjoint(names), "an existing server is not ours to start with a draft"
-    assert existing.steps[-2].step.needs == ("replay", "train", "vocabulary", "capture")
+    assert existing.steps[-2].step.needs == ("replay", "train", "vocabulary", "capture", "target", "export")
     assert plan(load()).services == ()
 
 

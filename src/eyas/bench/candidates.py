@@ -8,7 +8,7 @@ import torch
 from eyas.config import Decode, Engine
 from eyas.decode.predict import layers_of
 from eyas.decode.replay import acceptance, load_draft
-from eyas.draft import checkpoint
+from eyas.draft.files import read_config
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, use_threads
 from eyas.errors import UserError
@@ -42,7 +42,7 @@ def accept_length(
     folder: Path, target: targets.TargetInfo, store: FeatureStore, draft_tokens: int, device: torch.device
 ) -> float:
     """Replay of a draft on all answers of a store. Raises UserError: it cannot be loaded, or needs other states."""
-    layers = layers_of(checkpoint.read_config(folder), target)
+    layers = layers_of(read_config(folder), target)
     if layers != store.contract.layers:
         raise UserError(
             f"{folder}: made for hidden states {list(layers)}, the run captures {list(store.contract.layers)}: set "

@@ -12,6 +12,12 @@ ABSOLUTE = 0.01
 STANDARD_ERRORS = 3.0
 
 
+def differs(decode: dict[str, Any]) -> list[str]:
+    """Where a decode step's own figures differ from the prediction on the same prompts; empty: parity holds."""
+    exact = decode.get("lossless") is True and decode.get("dtype") == "float32"
+    return compare(decode.get("predicted") or {}, decode, exact)
+
+
 def compare(predicted: dict[str, Any], served: dict[str, Any], exact: bool) -> list[str]:
     """Where predicted and served acceptance on the same prompts differ by more than they may; empty: nowhere.
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from eyas.bench.parity import compare
+from eyas.bench.parity import differs
 from eyas.config import Decode, Pilot
 from eyas.errors import UserError
 from eyas.files import read_json
@@ -48,7 +48,7 @@ def judge(
         against.append(
             f"{decode['mismatches']} of {decode['prompts']} answers with the draft are not the target's own."
         )
-    against += compare(decode["predicted"], decode, bool(decode["lossless"] and decode["dtype"] == "float32"))
+    against += differs(decode)
     reached = float(replay["accept_length"])
     reach = min(draft_tokens + 1.0, extrapolate(train["curve"], reached, growth))
     needed = break_even(decode.get("bench") or [])

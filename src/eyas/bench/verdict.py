@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from eyas.bench import cost
-from eyas.bench.parity import ABSOLUTE, accept_length, by_position, compare, count, number, positions
+from eyas.bench.parity import ABSOLUTE, accept_length, by_position, count, differs, number, positions
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
@@ -25,9 +25,20 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     progress.milestone("weighing the figures")
     found = {name: read_json(spec.inputs[name] / "result.json") for name in NEEDS if name in spec.inputs}
     more = {name: read_json(spec.inputs[name] / "result.json") for name in IF_THERE if name in spec.inputs}
+    if "decode" in found and (diagnosis := _diagnosis(spec, found["decode"], progress)):
+        more["diagnosis"] = diagnosis
     verdict = decide(**found, more=more) if "decode" in found else undecided(**found, more=more)
     write_json(out / "verdict.json", verdict)
     return verdict
+
+
+def _diagnosis(spec: StepSpec, decode: dict[str, Any], progress: Progress) -> dict[str, Any] | None:
+    """Why the draft is not accepted as predicted, by experiment; None where it is."""
+    if not differs(decode):
+        return None
+    from eyas.bench import cases  # imports torch, which a verdict needs only here
+
+    return cases.of_run(spec, decode, progress)
 
 
 def decide(
@@ -63,6 +74,7 @@ def decide(
         "deploy": deploy,
         "reasons": [
             *against,
+            *_diagnosed(more),
             pace,
             *_pays(speedup),
             *_elsewhere(bench),
@@ -75,7 +87,7 @@ def decide(
             {**row, "break_even": cost.break_even(row), "accept_length": cost.accept_length(row)} for row in bench
         ],
         "launch": decode.get("launch"),
-        **{name: more[name] for name in ("sweep", "candidates") if name in more},
+        **{name: more[name] for name in ("sweep", "candidates", "diagnosis") if name in more},
     }
 
 
@@ -135,8 +147,7 @@ def _distrust(predicted: dict[str, Any], decode: dict[str, Any], lossless: bool)
         ]
     for what, part in (("predicted", predicted), ("decoded", decode)):
         reasons += _contradictions(what, part)
-    exact = lossless and decode.get("dtype") == "float32"
-    return reasons + compare(predicted, decode, exact)
+    return reasons + differs(decode)
 
 
 def _contradictions(what: str, part: dict[str, Any]) -> list[str]:
@@ -226,6 +237,13 @@ def _swept(sweep: dict[str, Any]) -> list[str]:
     if crossover := sweep.get("crossover"):
         reasons.append(f"Above {_plural(crossover, 'request')} at a time plain decoding wins.")
     return reasons
+
+
+def _diagnosed(more: Mapping[str, Any]) -> list[str]:
+    """What the experiments say of acceptance that is not as predicted."""
+    found = _dict(more.get("diagnosis"))
+    remedy = found.get("remedy")
+    return [f"{found['sentence']}{f' To mend it: {remedy}.' if remedy else ''}"] if found else []
 
 
 def _others(more: Mapping[str, Any]) -> list[str]:

@@ -66,6 +66,24 @@ class Renderer:
             )
         return [int(token) for token in ids]
 
+    def otherwise(self, row: Row) -> dict[str, list[int]]:
+        """The ids of a conversation as a client may send it by mistake, by what the mistake is."""
+        render, template = self._tokenizer.apply_chat_template, str(self._tokenizer.chat_template)
+        asked = {"tokenize": True, "return_dict": False, "add_generation_prompt": True, **self._kwargs}
+        text = "\n".join(message["content"] for message in row.messages)
+        found = {
+            "the bare text, without the chat template": self._tokenizer(text)["input_ids"],
+            "no generation prompt": render(row.messages, **{**asked, "add_generation_prompt": False}),
+        }
+        if "enable_thinking" in template:
+            thinking = not self._kwargs.get("enable_thinking", True)
+            label = f"enable_thinking {str(thinking).lower()}"
+            found[label] = render(row.messages, **{**asked, "enable_thinking": thinking})
+        own, begin = self(row), self._tokenizer.bos_token_id
+        if begin is not None and own[:1] == [begin]:
+            found["the token that begins a text twice"] = [begin, *own]
+        return {label: [int(token) for token in ids] for label, ids in found.items() if ids != own and len(ids) > 1}
+
 
 def _line(error: Exception) -> str:
     """An error's text in one line."""

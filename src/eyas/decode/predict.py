@@ -15,13 +15,14 @@ from eyas.corpus.read import read
 from eyas.corpus.render import Renderer
 from eyas.corpus.step import keep
 from eyas.decode.replay import load_draft, pooled, tallies
-from eyas.draft import checkpoint
+from eyas.draft.files import read_config
 from eyas.engines import target as targets
 from eyas.engines.answers import batches, to_sample
 from eyas.engines.device import pick_device, use_threads
 from eyas.engines.inprocess.generate import answer
 from eyas.engines.inprocess.target import InProcessTarget
-from eyas.engines.layers import default_layers, resolve
+from eyas.engines.layers import resolve
+from eyas.engines.sglang.layers import declared_layers
 from eyas.errors import UserError
 from eyas.progress import Progress
 
@@ -46,7 +47,7 @@ def predict(
     engine = Engine()
     use_threads(engine)
     device = pick_device(engine)
-    config = checkpoint.read_config(draft)
+    config = read_config(draft)
     about = config.get("eyas") or {}
     recorded = about.get("heldout") or {}
     if prompts is None:
@@ -87,8 +88,4 @@ def layers_of(config: dict[str, Any], info: targets.TargetInfo) -> tuple[int, in
     """The hidden_states positions that a draft was made for: its contract's, its config's, else the default ones."""
     if contract := (config.get("eyas") or {}).get("contract"):
         return resolve(contract["layers"], "hidden_states", info.num_layers)
-    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
-        return resolve(ids, "hidden_states", info.num_layers)
-    if ids := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
-        return resolve(ids, "layer_output", info.num_layers)
-    return default_layers(info.num_layers)
+    return declared_layers(config, info.architecture, info.num_layers)

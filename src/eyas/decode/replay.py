@@ -94,10 +94,13 @@ def spread(count: int, wanted: int | None) -> list[int]:
     return [i * count // wanted for i in range(wanted)]
 
 
-def load_draft(folder: Path, info: targets.TargetInfo, dtype: torch.dtype, device: torch.device) -> DraftModel:
-    """A draft with the target's embeddings, read alone, on `device`."""
+def load_draft(
+    folder: Path, info: targets.TargetInfo, dtype: torch.dtype, device: torch.device, anyway: bool = False
+) -> DraftModel:
+    """A draft with the target's embeddings, read alone, on `device`; `anyway`: a faulty one too, as engines load it."""
     embedding = torch.nn.Embedding.from_pretrained(weights.embedding(info.folder).to(dtype))
-    return checkpoint.load(folder, embedding, dtype).to(device)
+    draft = checkpoint.load_anyway(folder, embedding) if anyway else checkpoint.load(folder, embedding, dtype)
+    return draft.to(device)
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:

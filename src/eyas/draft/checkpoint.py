@@ -7,16 +7,17 @@ the set of names is exact in both directions.
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import nn
 
 from eyas.digests import digest_bytes
-from eyas.draft.config import DraftConfig
+from eyas.draft.config import ARCHITECTURE, DraftConfig
+from eyas.draft.files import read_config, read_tensors
 from eyas.draft.model import DraftModel
+from eyas.draft.start import STD
 from eyas.errors import UserError
-from eyas.files import read_json, write_atomic, write_json
+from eyas.files import write_atomic, write_json
 
 WEIGHTS = "model.safetensors"
 
@@ -96,28 +97,44 @@ def load(folder: Path, embed_tokens: nn.Embedding, dtype: torch.dtype | None = N
     return draft.eval()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a draft folder. Raises UserError where there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no config.json; give the folder of an exported EAGLE-3 draft")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return config
+def load_anyway(folder: Path, embed_tokens: nn.Embedding) -> DraftModel:
+    """Load a checkpoint as an engine does: what is there and fits is taken, the rest is left random, in silence.
+
+    float32. Raises UserError: files missing or damaged, or a config.json without the layer's sizes.
+    """
+    given, state = read_config(folder), read_tensors(folder)
+    size = given.get("draft_vocab_size") or len(state.get("d2t", state.get("lm_head.weight", [])))
+    draft = DraftModel(
+        DraftConfig.from_hf({**given, "architectures": [ARCHITECTURE], "draft_vocab_size": size}), embed_tokens
+    )
+    generator = torch.Generator().manual_seed(0)
+    for name, own in draft.state_dict().items():
+        there = state.get(name)
+        if name == "embed_tokens.weight":
+            continue
+        if there is not None and there.shape == own.shape:
+            own.copy_(there)
+        elif own.is_floating_point() and own.dim() == 2:
+            own.copy_(torch.randn(own.shape, generator=generator) * STD)
+    if "t2d" not in state:
+        draft.t2d.copy_(marked(draft.d2t, draft.config.vocab_size))
+    return draft.eval()
+
+
+def marked(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The `t2d`, bool [V], that belongs to offsets `d2t` [D]; ids outside count as the nearest one inside."""
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    mask = torch.zeros(vocab_size, dtype=torch.bool, device=d2t.device)
+    mask[ids.clamp(0, vocab_size - 1)] = True
+    return mask
 
 
 def _read(folder: Path, config: DraftConfig) -> dict[str, torch.Tensor]:
-    path = folder / WEIGHTS
-    try:
-        state = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: missing or damaged ({error}); export the draft again") from error
-    wanted = names(config)
+    path, state, wanted = folder / WEIGHTS, read_tensors(folder), names(config)
+    if "d2t" not in state and config.draft_vocab_size == config.vocab_size:
+        state["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
     if "t2d" not in state and "d2t" in state and len(state["d2t"]) == config.draft_vocab_size:
-        state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        ids = state["d2t"] + torch.arange(config.draft_vocab_size)
-        state["t2d"][ids.clamp(0, config.vocab_size - 1)] = True
+        state["t2d"] = marked(state["d2t"], config.vocab_size)
     if missing := sorted(wanted - set(state)):
         raise UserError(f"{path}: {', '.join(missing)} missing; an engine would leave them uninitialised")
     if unknown := sorted(set(state) - wanted - {"embed_tokens.weight"}):

@@ -10,6 +10,8 @@ from eyas.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 DEFAULT_THETA = 10000.0
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
+"""Fields of DraftConfig that change the arithmetic; a config.json says those that are on."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class DraftConfig:
     max_position_embeddings: int
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
+    """The residual is the state after its norm: drafts that speculators trained, for vLLM; SGLang does not know it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -43,12 +47,11 @@ class DraftConfig:
             )
 
     @classmethod
-    def from_target(
-        cls, target: dict[str, Any], draft_vocab_size: int | str, *, fc_norm: bool = False, norm_output: bool = False
-    ) -> "DraftConfig":
+    def from_target(cls, target: dict[str, Any], draft_vocab_size: int | str, **switches: bool) -> "DraftConfig":
         """Shape of a draft for a target, from the target's config.json (a nested `text_config` is looked into).
 
-        Every size is the target's own layer's. Raises UserError where the config lacks one.
+        Every size is the target's own layer's; `switches` are those of the class. Raises UserError where the config
+        lacks a size.
         """
         text = target.get("text_config", target)
         try:
@@ -66,23 +69,21 @@ class DraftConfig:
                 rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 rope_parameters=rope_parameters(text),
                 max_position_embeddings=int(text.get("max_position_embeddings", 2048)),
-                fc_norm=fc_norm,
-                norm_output=norm_output,
+                **switches,
             )
         except KeyError as error:
             raise UserError(f"config.json has no {error.args[0]}; this architecture is not supported") from error
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
-        """The draft's config.json: SGLang's and vLLM's spelling, rope in the old and the new one."""
+        """The draft's config.json: SGLang's and vLLM's spelling, rope in the old and the new one.
+
+        Both engines read the switches at the top level; other tools look for EAGLE-3.1's two in `eagle_config`.
+        """
         rope = dict(self.rope_parameters)
         old = {k: v for k, v in rope.items() if k != "rope_theta"}
         if "rope_type" in old:
             old["type"] = old["rope_type"]
-        eagle: dict[str, Any] = {"use_aux_hidden_state": True}
-        if self.norm_output:
-            eagle["norm_output"] = True
-        if self.fc_norm:
-            eagle["fc_norm"] = True
+        switches = {name: True for name in SWITCHES if getattr(self, name)}
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -106,21 +107,27 @@ class DraftConfig:
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "eagle_config": eagle,
+            **switches,
+            "eagle_config": {"use_aux_hidden_state": True, **switches},
         }
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DraftConfig":
-        """Read a draft's config.json, ours or another tool's. Raises UserError for one that is no EAGLE-3 draft."""
+        """Read a draft's config.json, ours or another tool's; that of speculators nests the layer's sizes.
+
+        Raises UserError for one that is no EAGLE-3 draft.
+        """
         if "Eagle3" not in " ".join(config.get("architectures") or []):
             raise UserError(f"architectures {config.get('architectures')} is no EAGLE-3 draft; expected {ARCHITECTURE}")
-        eagle = config.get("eagle_config") or {}
-        return cls.from_target(
-            config,
-            config.get("draft_vocab_size") or "full",
-            fc_norm=bool(eagle.get("fc_norm")),
-            norm_output=bool(eagle.get("norm_output")),
-        )
+        layer = config.get("transformer_layer_config") or config
+        return cls.from_target(layer, config.get("draft_vocab_size") or "full", **read_switches(config))
+
+
+def read_switches(config: dict[str, Any]) -> dict[str, bool]:
+    """The switches of a draft's config.json, wherever it has them."""
+    eagle = config.get("eagle_config") or {}
+    by_default = {"norm_before_residual": "speculators_model_type" in config}  # as speculators itself reads it
+    return {name: bool(config.get(name, eagle.get(name, by_default.get(name)))) for name in SWITCHES}
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class DraftModel(nn.Module):
 
     def finish(self, attended_TAE: torch.Tensor, state_TH: torch.Tensor) -> torch.Tensor:
         """The rest of the layer after attention: the next state h' [T, H], before the final norm."""
-        hidden_TH = state_TH + self.midlayer.self_attn.o_proj(attended_TAE.flatten(-2))
+        residual_TH = self.midlayer.hidden_norm(state_TH) if self.config.norm_before_residual else state_TH
+        hidden_TH = residual_TH + self.midlayer.self_attn.o_proj(attended_TAE.flatten(-2))
         return hidden_TH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_TH))
 
     def hand_on(self, hidden_TH: torch.Tensor) -> torch.Tensor:

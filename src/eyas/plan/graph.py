@@ -309,8 +309,11 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
         Step(
             "verdict",
             "eyas.bench.verdict:run",
-            needs=("replay", "decode", "train", "vocabulary", "capture", *(step.name for step in candidates)),
-            sections=("decode",),
+            needs=(
+                *("replay", "decode", "train", "vocabulary", "capture", "target", "export"),
+                *(step.name for step in candidates),
+            ),
+            sections=("engine", "decode"),
         ),
         Step("card", "eyas.draft.card:run", needs=("export", "verdict"), product=True),
     )

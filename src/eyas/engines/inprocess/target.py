@@ -31,7 +31,7 @@ transformers.utils.logging.disable_progress_bar()
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass gives: `last` [B, Q, H] after the final norm; `aux` [B, Q, 3H], low to high."""
+    """What one pass gives: `last` [B, Q, H] after the final norm; `aux` [B, Q, 3H] for three layers, low to high."""
 
     last: torch.Tensor
     aux: torch.Tensor
@@ -40,12 +40,10 @@ class Pass:
 class InProcessTarget:
     """A loaded target.
 
-    `layers` are three hidden_states positions. Raises UserError where the model cannot be loaded.
+    `layers` are hidden_states positions, for a draft three. Raises UserError where the model cannot be loaded.
     """
 
-    def __init__(
-        self, info: TargetInfo, layers: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, info: TargetInfo, layers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.info, self.layers, self.dtype, self.device = info, layers, dtype, device
         try:
             self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(

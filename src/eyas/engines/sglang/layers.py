@@ -8,7 +8,9 @@
 - SHIFTED: layer outputs; and to the default three, taken without ids, 1 is added too.
 """
 
-from eyas.engines.layers import default_layers
+from typing import Any
+
+from eyas.engines.layers import default_layers, resolve
 from eyas.errors import UserError
 
 LITERAL = frozenset(
@@ -23,6 +25,7 @@ LITERAL = frozenset(
     }
 )
 SHIFTED = frozenset({"MiniMaxM3SparseForConditionalGeneration"})
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def to_eagle_config(layers: tuple[int, int, int], architecture: str, num_layers: int) -> list[int] | None:
@@ -46,3 +49,18 @@ def to_eagle_config(layers: tuple[int, int, int], architecture: str, num_layers:
             f"{architecture}, it would take {[layer + 1 for layer in layers]}; begin with 2 or more"
         )
     return list(layers)
+
+
+def declared_layers(config: dict[str, Any], architecture: str, num_layers: int) -> tuple[int, int, int]:
+    """The hidden_states indices that SGLang takes for a draft's config.json. Raises UserError for ids that none has.
+
+    Ids at the top level alone, vLLM's spelling, count as what they mean there: SGLang itself would not read them.
+    """
+    ids = (config.get("eagle_config") or {}).get(IDS)
+    if ids:
+        literal = architecture in LITERAL and ids[0] != 1
+        return resolve(ids, "hidden_states" if literal else "layer_output", num_layers)
+    if config.get(IDS):
+        return resolve(config[IDS], "hidden_states", num_layers)
+    low, mid, high = default_layers(num_layers)
+    return (low + 1, mid + 1, high + 1) if architecture in SHIFTED else (low, mid, high)
