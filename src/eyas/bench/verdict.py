@@ -326,6 +326,10 @@ def _reach(replay: dict[str, Any], decode: dict[str, Any], lossless: bool) -> li
             f"{_plural(rows, 'answer')} that repeat themselves flatter any drafter and are left out of these figures; "
             f"alone they reach {_say(length)}."
         )
+    warm = [(one["temperature"], accept_length(one)) for one in decode.get("sampled") or []]
+    if warm:
+        said = ", ".join(f"{_say(length)} at temperature {heat:g}" for heat, length in warm)
+        reasons.append(f"Sampled answers, which keep the target's own distribution, reach {said}.")
     timed = count(decode, "timed_tokens")
     engine = f"on {decode['engine']}" if isinstance(decode.get("engine"), str) else "in-process"
     batches = "" if decode.get("bench") else "about batches "
