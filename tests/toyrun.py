@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.plan.digests import Plan, make
+from eyas.plan.forecast import Forecast
 from eyas.plan.graph import Step
 from eyas.run import session
 from eyas.run.view import View
@@ -25,8 +26,9 @@ class Recorder:
         self.states: list[str] = []
         self.said: list[str] = []
         self.notes: list[str] = []
+        self.looked: list[Forecast] = []
 
-    def begin(self, views: list[View]) -> None:
+    def begin(self, views: list[View], services: list[View]) -> None:
         self.views = {view.name: view for view in views}
 
     def changed(self, view: View) -> None:
@@ -37,6 +39,11 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def outlook(self, found: Forecast) -> None:
+        self.looked.append(found)
+
+    def waits(self, text: str) -> None: ...
 
     def tick(self) -> None: ...
 

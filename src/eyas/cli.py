@@ -86,7 +86,7 @@ def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs"
     from eyas.ui.overview import planned
 
     config, made = _plan(runfile, overrides)
-    print(planned(runs / config.name, made))
+    print(planned(runs / config.name, made, config.model_dump(mode="json")))
 
 
 @app.command()

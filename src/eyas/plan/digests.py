@@ -50,20 +50,6 @@ class Plan:
         """The steps that must be finished before this one starts: its own needs and those of its services."""
         return set(planned.step.needs).union(*(self.service(name).step.needs for name in planned.step.leases))
 
-    def comes_next(self, planned: Planned, service: str, unfinished: set[str]) -> bool:
-        """Whether a service may stay up for a step: nothing that is to run before the step leases another one, since
-        two servers share no device, or measures alone."""
-        before, seen = [planned], {planned.name}
-        steps = {step.name: step for step in self.steps}
-        while before:
-            for need in (self.needs(before.pop()) - seen) & unfinished:
-                between = steps[need].step
-                if set(between.leases) - {service} or (between.alone and service not in between.leases):
-                    return False
-                seen.add(need)
-                before.append(steps[need])
-        return True
-
     def needed(self, sound: set[str]) -> set[str]:
         """The steps whose outputs this run needs, `sound` being those that have one: the ends of the graph, the
         products, and what the steps that are still to run need. All others would be made for nobody."""
