@@ -62,6 +62,10 @@ def run(
     overrides: Overrides = None,
     runs: Runs = Path("runs"),
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live table.")] = False,
+    hold: Annotated[
+        float,
+        typer.Option("--hold-on-failure", metavar="MINUTES", min=0, help="How long a server outlives a failed step."),
+    ] = 30.0,
 ) -> None:
     """Run a run file, or continue it: what is finished and undamaged is not run again."""
     from eyas.run import session
@@ -70,7 +74,7 @@ def run(
 
     config, plan = _plan(runfile, overrides)
     folder = runs / config.name
-    outcome = session.run(folder, plan, config.model_dump(mode="json"), _watcher(plain))
+    outcome = session.run(folder, plan, config.model_dump(mode="json"), _watcher(plain), 60 * hold)
     for note in outcome.notes:
         print(f"eyas: {note}", file=sys.stderr)
     if outcome.code == STOPPED:

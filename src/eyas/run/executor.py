@@ -46,7 +46,9 @@ class Executor:
         self.problem = problem(plan, {}, {})
         self.outlook = Outlook(self.views, {name: service.view for name, service in self.services.items()}, expected)
         self.code = FINISHED
-        self._stop, self._drain, self._said, self._handed_over = 0, False, False, False
+        self.handed_over = False
+        """Whether the next runner has taken the services that were held."""
+        self._stop, self._drain, self._said = 0, False, False
 
     def run(self, holding: Callable[[bool], None] = lambda now: None) -> int:
         """Run everything; returns the exit code: 0, 1 a fault, 2 a UserError, 130 stopped by a signal.
@@ -68,9 +70,10 @@ class Executor:
                 self._look_ahead()
                 self.watcher.tick()
                 time.sleep(TICK_SECONDS)
-            if self.code and not self._stop and not self._drain:
+            code = STOPPED if self._stop or self._drain else self.code
+            if code in (FAULT, USER_ERROR):
                 self._hold_services(holding)
-            return STOPPED if self._stop or self._drain else self.code
+            return code
         finally:
             self._end_children()
             self.watcher.end()
@@ -79,7 +82,7 @@ class Executor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._handed_over = True
+            self.handed_over = True
         elif number == signal.SIGINT and not self._drain:
             self._drain = True
         else:
@@ -293,7 +296,7 @@ class Executor:
         )
         holding(True)
         try:
-            while time.time() < until and not (self._stop or self._drain or self._handed_over):
+            while time.time() < until and not (self._stop or self._drain or self.handed_over):
                 if not any(service.child and service.child.running() for service in held.values()):
                     return
                 self.watcher.waits(f"{names} held, {max(0, int(until - time.time()))} s left")
@@ -304,7 +307,7 @@ class Executor:
 
     def _end_children(self) -> None:
         children = [child for child, _ in self.running.values()]
-        up = [] if self._handed_over else [service.child for service in self.services.values() if service.child]
+        up = [] if self.handed_over else [service.child for service in self.services.values() if service.child]
         process.end([*children, *up])
         for name in self.running:
             view = self.views[name]

@@ -54,7 +54,8 @@ def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher, ho
                 code = executor.run(holding)
                 outcome = OUTCOMES.get(code, "failed")
                 views = list(executor.views.values())
-                notes = _conclude(run_folder, plan, views, started)
+                # The next runner waits for the folder, and writes all that is written at the end.
+                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, started)
             finally:
                 journal.end(outcome)
     return Outcome(code, time.time() - started, views, notes)
