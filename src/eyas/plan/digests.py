@@ -6,7 +6,7 @@ cover the versions of Python and of the libraries, nor the machine: what `auto` 
 engine.threads come to there. After such a change, delete the folders of the steps that are to run again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,17 @@ class Plan:
         return found
 
 
-def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, services: tuple[Step, ...] = ()) -> Plan:
+def make(
+    steps: tuple[Step, ...],
+    sections: Mapping[str, Any],
+    seed: int,
+    services: tuple[Step, ...] = (),
+    keep: Callable[[str, Mapping[str, Any]], str | None] | None = None,
+) -> Plan:
     """Order the steps and compute their digests; `sections` is the run file as JSON values.
 
-    Raises UserError: an entry whose module is not there.
+    `keep` may name another digest for a step, given its name and what its own one covers (`run/keep.py`). Raises
+    UserError: an entry whose module is not there.
     """
     by_name = {service.name: service for service in services}
     made: dict[str, Planned] = {}
@@ -87,7 +94,8 @@ def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, servic
             "inputs": inputs,
             "services": {name: served[name].digest for name in step.leases},
         }
-        return Planned(step, digest_json(content), code_digest, config, inputs)
+        kept = keep(step.name, content) if keep and step.name not in by_name else None
+        return Planned(step, kept or digest_json(content), code_digest, config, inputs)
 
     for step in in_order(steps, services):
         for name in step.leases:
