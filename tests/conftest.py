@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import tiny
 # Threads of torch that wait for each other sleep instead of spinning: two on a processor that has other work too are
 # several times as fast. Before torch is loaded, and for the child processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# No test adds to the durations of the user who runs it. Before anything reads it, and for the child processes.
+_state = tempfile.TemporaryDirectory(prefix="eyas-state-")
+os.environ["XDG_STATE_HOME"] = _state.name
 
 # Machines that do other work meanwhile are slow now and then.
 hypothesis.settings.register_profile("eyas", deadline=None)
@@ -32,7 +37,7 @@ def _one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Child processes can import tests/toys.py too; no report is built; the executor looks often."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setattr("eyas.run.session.report", lambda folder, strict=True: [])
     monkeypatch.setattr("eyas.run.executor.TICK_SECONDS", 0.02)
 

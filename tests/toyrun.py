@@ -1,4 +1,7 @@
-"""Runs toy steps, in this process or as a program: `python toyrun.py RUN_FOLDER CONFIG`."""
+"""Runs toy steps, in this process or as a program: `python toyrun.py RUN_FOLDER CONFIG [SECONDS]`.
+
+With SECONDS it runs the steps that lease a service, which outlives a failure for so long.
+"""
 
 import json
 import sys
@@ -6,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.plan.digests import Plan, make
+from eyas.plan.forecast import Forecast
 from eyas.plan.graph import Step
 from eyas.run import session
 from eyas.run.view import View
@@ -17,6 +21,12 @@ CHAIN = (
     Step("export", "toys:work", needs=("two",), sections=("export",), product=True),
 )
 
+WEB = (Step("web", "toys:serve", sections=("service",)),)
+SERVED = (
+    Step("asked", "toys:ask", sections=("asked",), leases=("web",)),
+    Step("judged", "toys:work", needs=("asked",), sections=("judged",), leases=("web",)),
+)
+
 
 class Recorder:
     """A watcher that remembers."""
@@ -25,8 +35,9 @@ class Recorder:
         self.states: list[str] = []
         self.said: list[str] = []
         self.notes: list[str] = []
+        self.looked: list[Forecast] = []
 
-    def begin(self, views: list[View]) -> None:
+    def begin(self, views: list[View], services: list[View]) -> None:
         self.views = {view.name: view for view in views}
 
     def changed(self, view: View) -> None:
@@ -37,6 +48,11 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def outlook(self, found: Forecast) -> None:
+        self.looked.append(found)
+
+    def waits(self, text: str) -> None: ...
 
     def tick(self) -> None: ...
 
@@ -55,10 +71,10 @@ def plan(
     return make(steps, {name: (config or {}).get(name, {}) for name in names}, 0, services)
 
 
-def run(folder: Path, config: dict[str, Any] | None = None, **how: Any) -> tuple[int, Recorder]:
+def run(folder: Path, config: dict[str, Any] | None = None, hold: float = 0, **how: Any) -> tuple[int, Recorder]:
     """Run toy steps in this process."""
     seen = Recorder()
-    outcome = session.run(folder, plan(config, **how), {"name": folder.name}, seen)
+    outcome = session.run(folder, plan(config, **how), {"name": folder.name}, seen, hold)
     return outcome.code, seen
 
 
@@ -67,4 +83,7 @@ if __name__ == "__main__":
 
     options = json.loads(sys.argv[2])
     session.report = lambda folder, strict=True: []
-    sys.exit(session.run(Path(sys.argv[1]), plan(options), {"name": "toy"}, Plain()).code)
+    made, hold = plan(options), 0.0
+    if len(sys.argv) > 3:
+        made, hold = plan(options, SERVED, WEB), float(sys.argv[3])
+    sys.exit(session.run(Path(sys.argv[1]), made, {"name": "toy"}, Plain(), hold).code)

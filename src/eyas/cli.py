@@ -13,6 +13,7 @@ from eyas.errors import UserError
 if TYPE_CHECKING:
     from eyas.config import RunConfig
     from eyas.plan.digests import Plan
+    from eyas.run.keep import Choice, Make
     from eyas.run.view import Watcher
 
 app = typer.Typer(
@@ -62,15 +63,24 @@ def run(
     overrides: Overrides = None,
     runs: Runs = Path("runs"),
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live table.")] = False,
+    hold: Annotated[
+        float,
+        typer.Option("--hold-on-failure", metavar="MINUTES", min=0, help="How long a server outlives a failed step."),
+    ] = 30.0,
+    redo: Annotated[bool, typer.Option("--redo", help="Run again what is finished but whose code changed.")] = False,
+    keep: Annotated[
+        list[str] | None, typer.Option(metavar="STEP", help="Keep its output though its code changed; repeatable.")
+    ] = None,
 ) -> None:
     """Run a run file, or continue it: what is finished and undamaged is not run again."""
     from eyas.run import session
     from eyas.run.executor import STOPPED
     from eyas.ui.summary import summary
 
-    config, plan = _plan(runfile, overrides)
+    config, make = _plan(runfile, overrides)
     folder = runs / config.name
-    outcome = session.run(folder, plan, config.model_dump(mode="json"), _watcher(plain))
+    plan = make(None) if redo else _keeping(folder, make, keep or [])
+    outcome = session.run(folder, plan, config.model_dump(mode="json"), _watcher(plain), 60 * hold)
     for note in outcome.notes:
         print(f"eyas: {note}", file=sys.stderr)
     if outcome.code == STOPPED:
@@ -83,10 +93,15 @@ def run(
 @app.command()
 def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
     """Show what `eyas run` would do: which steps are finished, which would run, and why. Nothing is started."""
+    from eyas.run import keep
     from eyas.ui.overview import planned
 
-    config, made = _plan(runfile, overrides)
-    print(planned(runs / config.name, made))
+    config, make = _plan(runfile, overrides)
+    folder = runs / config.name
+    choice = keep.choose(folder, make)
+    print(planned(folder, choice.undecided, config.model_dump(mode="json")))
+    if choice.open:
+        print(_changed(choice))
 
 
 @app.command()
@@ -332,13 +347,41 @@ def plugin(
     print(importlib.import_module("eyas.engines.sglang.install").install(folder, layers, convention, captures))
 
 
-def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Plan]":
+def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Make]":
+    """The run file, and what makes its plan."""
     from eyas import config
     from eyas.plan import digests, graph
 
     loaded = config.load(runfile, overrides)
-    return loaded, digests.make(
-        graph.build(loaded), loaded.model_dump(mode="json"), loaded.seed, graph.build_services(loaded)
+    steps, services = graph.build(loaded), graph.build_services(loaded)
+    return loaded, lambda keep: digests.make(steps, loaded.model_dump(mode="json"), loaded.seed, services, keep)
+
+
+def _keeping(folder: Path, make: "Make", asked: list[str]) -> "Plan":
+    """The plan to run: what is finished but for its code is kept, if `--keep` or the user says so."""
+    from eyas.run import keep
+
+    choice = keep.choose(folder, make, asked or None)
+    keep.refuse_unknown(choice.plan, asked)
+    if not asked and not choice.open:
+        return choice.undecided
+    if not asked:
+        if not sys.stdin.isatty():
+            raise UserError(_changed(choice))
+        if not typer.confirm(f"{_changed(choice)}\nKeep them?", default=True):
+            return choice.plain
+    keep.decide(folder, choice)
+    return choice.plan
+
+
+def _changed(choice: "Choice") -> str:
+    from eyas.ui.text import duration
+
+    again = ", ".join(f"{name} ({duration(seconds)})" for name, seconds in choice.lost.items())
+    options = " ".join(f"--keep {name}" for name in choice.asked)
+    return (
+        f"the code of {', '.join(choice.asked)} changed, nothing else: --redo runs again {again}, "
+        f"{duration(choice.seconds)} in all; {options} keeps what is finished"
     )
 
 

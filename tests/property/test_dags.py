@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import toyrun
 from eyas.plan.graph import Step
-from eyas.run import executor, process, session
+from eyas.run import executor, outlook, process, session
 
 
 @st.composite
@@ -72,6 +72,7 @@ def test_graphs_run_in_order_and_once(drawn: tuple[tuple[Step, ...], set[str]]) 
         mock.patch.object(process, "start", start),
         mock.patch.object(process, "end"),
         mock.patch.object(executor, "TICK_SECONDS", 0),
+        mock.patch.object(outlook, "DRAWS", 1),
         mock.patch.object(session, "report", return_value=[]),
     ):
         code = session.run(Path(folder) / "run", toyrun.plan({}, steps), {"name": "run"}, seen).code

@@ -1,6 +1,7 @@
 """The commands, called as the console script calls them."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -62,6 +63,38 @@ def test_plan_run_status(eyas: Eyas, tmp_path: Path) -> None:
     code, out, _ = eyas("status", "runs/toy")
     assert "one           finished" in out
     assert (tmp_path / "runs" / "toy" / "run.yaml").read_text().startswith("name: toy\nseed: 0\n")
+
+
+def test_edited_code_alone_discards_nothing_unasked(
+    eyas: Eyas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "edited_toy.py"
+    own.write_text("from toys import work\n")
+    steps = (Step("one", "edited_toy:work"), Step("two", "toys:work", ("one",)))
+    monkeypatch.setattr(graph, "build", lambda config: steps)
+    assert eyas("run", "toy.yaml")[0] == 0
+    own.write_text("from toys import work  # edited\n")
+    assert eyas("plan", "toy.yaml")[1].count("would run") == 2, "what takes less than a minute is not asked about"
+    monkeypatch.setattr("eyas.run.keep.ASK_SECONDS", 0)
+    code, out, _ = eyas("plan", "toy.yaml")
+    assert out.count("finished, reused") == 2
+    assert "the code of one changed, nothing else: --redo runs again one (" in out
+    code, out, err = eyas("run", "toy.yaml")
+    assert (code, out) == (2, "")
+    assert "--keep one keeps what is finished" in err
+    code, out, _ = eyas("run", "toy.yaml", "--keep", "one")
+    assert (code, out.count("finished before, reused")) == (0, 2)
+    code, out, _ = eyas("run", "toy.yaml")
+    assert (code, out.count("finished before, reused")) == (0, 2), "nobody is asked twice"
+    code, _, err = eyas("run", "toy.yaml", "--keep", "three")
+    assert (code, "--keep three: no such step" in err) == (2, True)
+    code, out, _ = eyas("run", "toy.yaml", "--redo")
+    assert (code, out.count(": running")) == (0, 2)
+    steps = (Step("one", "edited_toy:work", sections=("train",)), steps[1])
+    own.write_text("from toys import work  # edited again\n")
+    assert eyas("plan", "toy.yaml")[1].count("would run") == 2, "more than the code has changed"
 
 
 def test_user_errors_are_one_line(eyas: Eyas) -> None:

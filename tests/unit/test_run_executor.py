@@ -13,7 +13,7 @@ from eyas.errors import UserError
 from eyas.plan.graph import Step
 from eyas.run import process
 from eyas.run.folder import RunFolder, StepFolder
-from eyas.run.journal import events, expected
+from eyas.run.journal import events
 from eyas.ui.overview import as_text, planned, read_status
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -43,7 +43,6 @@ def test_a_run_leaves_what_the_seams_promise(tmp_path: Path) -> None:
         "running",
         "finished",
     ]
-    assert expected(run.journal, "one", None) is not None
 
 
 def test_editing_one_section_runs_only_what_follows(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_damaged_control_files_count_as_absent(tmp_path: Path, text: str) -> Non
     (steps["side"].out / "piece0").unlink()
     assert as_text(read_status(tmp_path))
     code, seen = toyrun.run(tmp_path, {"export": {"pieces": 2}})
-    assert (code, seen.ran()) == (0, ["side", "export"])
+    assert (code, sorted(seen.ran())) == (0, ["export", "side"])
 
 
 def test_damaged_numbers_count_as_absent(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from eyas.errors import UserError
 from eyas.run.folder import RunFolder
-from eyas.run.journal import Journal, events, expected
+from eyas.run.journal import Journal, events
 
 
 def test_events_of_the_newest_run(tmp_path: Path) -> None:
@@ -18,18 +18,6 @@ def test_events_of_the_newest_run(tmp_path: Path) -> None:
     second.event("train", "d", "finished", "reused")
     assert [(event["state"], event["detail"]) for event in events(path)] == [("finished", "reused")]
     second.close()
-
-
-def test_expected_seconds(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-    assert expected(path, "train", 1) is None
-    journal = Journal(path, 1, "here")
-    for seconds, work, outcome in ((10, 5, "done"), (30, 10, "done"), (99, 1, "failed")):
-        journal.duration("train", "cpu", "m", work, 0, "rows", seconds, outcome)
-    assert expected(path, "train", 100) == pytest.approx(250)
-    assert expected(path, "train", None) == pytest.approx(20)
-    assert expected(path, "other", None) is None
-    journal.close()
 
 
 def test_a_damaged_journal_is_no_history(tmp_path: Path) -> None:

@@ -90,14 +90,16 @@ def test_a_step_of_an_edited_run_file_is_ended(tmp_path: Path) -> None:
     assert not step.running
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_ends_the_children_and_keeps_the_state(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_stopping_ends_the_children_and_keeps_the_state(tmp_path: Path, numbers: list[int]) -> None:
     config = {"one": {"pieces": 2}, "two": {"pieces": 2, "wait_for": str(tmp_path / "gate")}}
     with runner(tmp_path / "run", config) as first:
         wait(lambda: working(tmp_path / "run", "two") is not None)
         step = RunFolder(tmp_path / "run").steps()["two"]
         wait(lambda: step.progress().done == 2)
-        first.send_signal(number)
+        for number in numbers:
+            first.send_signal(number)
+            time.sleep(0.3)
         output, _ = first.communicate(timeout=10)
     assert first.returncode == 130
     assert "two: stopped" in output
@@ -107,6 +109,21 @@ def test_stopping_ends_the_children_and_keeps_the_state(tmp_path: Path, number: 
     assert code == 0
     assert "one reused" in seen.states
     assert "two: begins at piece 2" in seen.said
+
+
+def test_interrupted_once_it_finishes_what_runs(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with runner(tmp_path / "run", {"one": {"wait_for": str(gate)}}) as first:
+        wait(lambda: working(tmp_path / "run", "one") is not None)
+        first.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert first.poll() is None
+        gate.touch()
+        output, _ = first.communicate(timeout=10)
+    assert first.returncode == 130
+    assert "no other step is started; Ctrl-C again stops" in output
+    assert "one: finished in" in output
+    assert "two: running" not in output
 
 
 def test_a_killed_step_ran_out_of_memory_most_likely(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """Services: a tiny web server that steps lease."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +14,13 @@ import pytest
 import toyrun
 from eyas.files import read_json
 from eyas.plan.graph import Step
-from eyas.run import process
+from eyas.run import lock, process
 from eyas.run.folder import RunFolder
+from eyas.run.journal import events
+from toyrun import SERVED, WEB
 
 pytestmark = pytest.mark.usefixtures("toys")
 
-WEB = (Step("web", "toys:serve", sections=("service",)),)
 STEPS = (
     Step("first", "toys:ask", sections=("first",), leases=("web",)),
     Step("second", "toys:ask", needs=("first",), sections=("second",), leases=("web",)),
@@ -140,3 +145,84 @@ def test_a_step_reads_its_needs_and_leases_by_their_roles(tmp_path: Path) -> Non
     asked = read_json(folder / "spec.json")
     assert (list(asked["inputs"]), list(asked["services"])) == (["one"], ["server"])
     assert Path(asked["inputs"]["one"]).parts[-3] == "small-one"
+
+
+def test_a_service_loads_while_what_its_step_needs_is_made(tmp_path: Path) -> None:
+    """The step before the leasing one ends only once the service has answered."""
+    web = f"{tmp_path}/services/web/{toyrun.plan({}, SERVED, WEB).service('web').digest}/ready.json"
+    steps = (
+        Step("made", "toys:work", sections=("made",)),
+        Step("asked", "toys:ask", needs=("made",), sections=("asked",), leases=("web",)),
+    )
+    assert toyrun.run(tmp_path, {"made": {"wait_for": web}}, steps=steps, services=WEB)[0] == 0
+
+
+def test_a_service_does_not_load_beside_a_step_that_takes_its_device(tmp_path: Path) -> None:
+    web = (Step("web", "toys:serve", sections=("service",), resources=("gpu",)),)
+    steps = (
+        Step("trained", "toys:work", sections=("trained",), resources=("gpu",)),
+        Step("asked", "toys:ask", needs=("trained",), sections=("asked",), leases=("web",), resources=("gpu",)),
+    )
+    code, _ = toyrun.run(tmp_path, steps=steps, services=web)
+    assert code == 0
+    told = [event["step"] + " " + event["state"] for event in events(tmp_path / "journal.sqlite3")]
+    assert told.index("trained finished") < told.index("web loading") < told.index("asked running")
+
+
+def test_a_dead_service_that_nobody_uses_yet_is_started_again(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    steps = (
+        Step("made", "toys:work", sections=("made",)),
+        Step("asked", "toys:ask", needs=("made",), sections=("asked",), leases=("web",)),
+    )
+    code = (
+        "import glob, json, os, sys, time\n"
+        "while not (found := glob.glob(sys.argv[1] + '/run/services/web/*/ready.json')): time.sleep(0.02)\n"
+        "os.kill(json.load(open(found[0]))['pid'], 9)\n"
+        "while os.path.exists(found[0]): time.sleep(0.02)\n"
+        "open(sys.argv[1] + '/gate', 'w')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]):
+        result, _ = toyrun.run(tmp_path / "run", {"made": {"wait_for": str(gate)}}, steps=steps, services=WEB)
+    assert result == 0
+    (folder,) = services(tmp_path / "run")
+    assert read_json(folder / process.NOW)["attempt"] == 2
+
+
+def test_a_service_outlives_a_failure_for_a_while(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, seen = toyrun.run(tmp_path, {"judged": {"refuse": True}}, hold=1.0, steps=SERVED, services=WEB)
+    assert (code, time.monotonic() - began > 1) == (2, True)
+    assert any(note.startswith("web stays up until ") for note in seen.notes)
+    (folder,) = services(tmp_path)
+    assert not process.alive(process.who_runs(folder))
+
+
+def test_the_next_runner_takes_the_service_that_is_held(tmp_path: Path) -> None:
+    config = json.dumps({"judged": {"refuse": True}})
+    command = [sys.executable, toyrun.__file__, str(tmp_path), config, "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        until = time.monotonic() + 20
+        while not lock.owner(tmp_path).get("holding"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (folder,) = services(tmp_path)
+        held = process.who_runs(folder)
+        code, seen = toyrun.run(tmp_path, steps=SERVED, services=WEB)
+        assert first.wait(10) == 2
+    assert (code, seen.ran()) == (0, ["judged"])
+    assert process.who_runs(folder) == held
+    assert not process.alive(held)
+
+
+def test_a_held_service_is_ended_by_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, toyrun.__file__, str(tmp_path), json.dumps({"judged": {"crash": True}}), "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        until = time.monotonic() + 20
+        while not lock.owner(tmp_path).get("holding"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(10) == 1
+    (folder,) = services(tmp_path)
+    assert not process.alive(process.who_runs(folder))

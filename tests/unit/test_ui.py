@@ -71,7 +71,7 @@ def test_the_live_table_fits_every_width(width: int, colour: bool) -> None:
 def test_a_live_run_from_begin_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     live = Live(Console(width=80, force_terminal=True, no_color=True))
     all_views = views()
-    live.begin(all_views)
+    live.begin(all_views, [])
     live.changed(all_views[3])
     live.note("ending one")
     live.tick()
@@ -86,7 +86,7 @@ def test_plain_lines_have_no_control_characters(
 ) -> None:
     plain = Plain()
     all_views = views()
-    plain.begin(all_views)
+    plain.begin(all_views, [])
     for view in all_views:
         plain.changed(view)
     plain.milestone(all_views[1], "a\nb\x1b[2J")

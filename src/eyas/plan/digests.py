@@ -6,7 +6,7 @@ cover the versions of Python and of the libraries, nor the machine: what `auto` 
 engine.threads come to there. After such a change, delete the folders of the steps that are to run again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,20 +50,6 @@ class Plan:
         """The steps that must be finished before this one starts: its own needs and those of its services."""
         return set(planned.step.needs).union(*(self.service(name).step.needs for name in planned.step.leases))
 
-    def comes_next(self, planned: Planned, service: str, unfinished: set[str]) -> bool:
-        """Whether a service may stay up for a step: nothing that is to run before the step leases another one, since
-        two servers share no device, or measures alone."""
-        before, seen = [planned], {planned.name}
-        steps = {step.name: step for step in self.steps}
-        while before:
-            for need in (self.needs(before.pop()) - seen) & unfinished:
-                between = steps[need].step
-                if set(between.leases) - {service} or (between.alone and service not in between.leases):
-                    return False
-                seen.add(need)
-                before.append(steps[need])
-        return True
-
     def needed(self, sound: set[str]) -> set[str]:
         """The steps whose outputs this run needs, `sound` being those that have one: the ends of the graph, the
         products, and what the steps that are still to run need. All others would be made for nobody."""
@@ -78,10 +64,17 @@ class Plan:
         return found
 
 
-def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, services: tuple[Step, ...] = ()) -> Plan:
+def make(
+    steps: tuple[Step, ...],
+    sections: Mapping[str, Any],
+    seed: int,
+    services: tuple[Step, ...] = (),
+    keep: Callable[[str, Mapping[str, Any]], str | None] | None = None,
+) -> Plan:
     """Order the steps and compute their digests; `sections` is the run file as JSON values.
 
-    Raises UserError: an entry whose module is not there.
+    `keep` may name another digest for a step, given its name and what its own one covers (`run/keep.py`). Raises
+    UserError: an entry whose module is not there.
     """
     by_name = {service.name: service for service in services}
     made: dict[str, Planned] = {}
@@ -101,7 +94,8 @@ def make(steps: tuple[Step, ...], sections: Mapping[str, Any], seed: int, servic
             "inputs": inputs,
             "services": {name: served[name].digest for name in step.leases},
         }
-        return Planned(step, digest_json(content), code_digest, config, inputs)
+        kept = keep(step.name, content) if keep and step.name not in by_name else None
+        return Planned(step, kept or digest_json(content), code_digest, config, inputs)
 
     for step in in_order(steps, services):
         for name in step.leases:

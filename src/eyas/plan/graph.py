@@ -21,7 +21,8 @@ PILOTED = (
     "prompts", "answers", "capture", "baseline", "vocabulary", "train", "export", "replay", "decode", "drafted",
 )  # fmt: skip
 PILOT_SHARE, PILOT_HELDOUT = 4, 100
-BUILTIN_PROMPTS = 1515
+BUILTIN_PROMPTS, BUILTIN_HELDOUT = 1515, 164
+UNKNOWN_COUNT = 10**9
 NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
     ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True),
 )  # fmt: skip
@@ -40,7 +41,8 @@ class Step:
     sections: tuple[str, ...] = ()
     """The fewest sections of the run file that it needs: editing any other does not run it again."""
     resources: tuple[str, ...] = ()
-    """What it takes whole: no two steps with a common resource run at once."""
+    """What it takes whole: no two steps with a common resource run at once. A service holds its own from the start of
+    its load to its end, and shares them with the steps that lease it."""
     leases: tuple[str, ...] = ()
     """Services that must answer while it runs."""
     work: float | None = None
@@ -78,12 +80,19 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     sections = ("target", "engine", "server", "capture")
     before = ("target", *_twin(config))
     # Needs the twin, so that a large target is loaded only once a tiny one has passed.
-    server = Step("server", SERVICE + "serve", needs=before, sections=sections)
+    cpu = ("cpu",)
+    server = Step("server", SERVICE + "serve", needs=before, sections=sections, resources=cpu)
     if config.server.url:
         return (server,)
-    drafted = Step("drafted", SERVICE + "serve_drafted", needs=(*before, "export"), sections=(*sections, "decode"))
+    drafted = Step(
+        "drafted",
+        SERVICE + "serve_drafted",
+        needs=(*before, "export"),
+        sections=(*sections, "decode"),
+        resources=cpu,
+    )
     # Comes after the decode step, so that it is a load of its own and not the one that captures.
-    plain = Step("plain", SERVICE + "serve_plain", needs=(*before, "decode"), sections=sections)
+    plain = Step("plain", SERVICE + "serve_plain", needs=(*before, "decode"), sections=sections, resources=cpu)
     pilot = (_of_pilot(drafted),) if _pilot(config) else ()
     return (server, *pilot, drafted, *(plain,) * config.bench.again)
 
@@ -95,14 +104,20 @@ def _twin(config: RunConfig) -> tuple[str, ...]:
 
 def _pilot(config: RunConfig) -> bool:
     """Whether a small run comes first: it has to be small beside the full one, and the server ours."""
-    count = config.prompts.train_limit or 10**9
-    if config.prompts.train == "builtin":
-        count = min(count, BUILTIN_PROMPTS)
-    elif Path(config.prompts.train).is_file():
-        with Path(config.prompts.train).open("rb") as file:
-            count = min(count, sum(1 for _ in file))
-    small = 0 < PILOT_SHARE * config.pilot.samples <= count
+    small = 0 < PILOT_SHARE * config.pilot.samples <= _count(config, "train")
     return small and config.engine.kind == "sglang" and config.server.url is None
+
+
+def _count(config: RunConfig, split: str) -> int:
+    """The most prompts that a split of the run file can have: "train" or "heldout"."""
+    source, limit = getattr(config.prompts, split), getattr(config.prompts, f"{split}_limit")
+    count: int = limit or UNKNOWN_COUNT
+    if source == "builtin":
+        count = min(count, BUILTIN_PROMPTS if split == "train" else BUILTIN_HELDOUT)
+    elif Path(source).is_file():
+        with Path(source).open("rb") as file:
+            count = min(count, sum(1 for _ in file))
+    return count
 
 
 def _of_pilot(step: Step) -> Step:
@@ -114,7 +129,6 @@ def _of_pilot(step: Step) -> Step:
         needs=tuple(of.get(name, name) for name in step.needs),
         leases=tuple(of.get(name, name) for name in step.leases),
         roles=tuple((of[name], name) for name in (*step.needs, *step.leases) if name in of),
-        work=None,
         product=False,
     )
 
@@ -125,7 +139,9 @@ def _pilot_steps(config: RunConfig, steps: dict[str, Step]) -> tuple[Step, ...]:
         ("prompts", "train_limit", config.pilot.samples),
         ("prompts", "heldout_limit", min(config.prompts.heldout_limit or PILOT_HELDOUT, PILOT_HELDOUT)),
     )
-    small = [_of_pilot(steps[name]) for name in PILOTED if name in steps]
+    prompts = config.prompts.model_copy(update={field: value for _, field, value in limits})
+    work = {step.name: step.work for step in _in_process(config.model_copy(update={"prompts": prompts}))}
+    small = [replace(_of_pilot(steps[name]), work=work.get(name)) for name in PILOTED if name in steps]
     small = [replace(step, fixed=(*step.fixed, *limits)) if "prompts" in step.sections else step for step in small]
     judged = ("train", "replay", "decode")
     gate = Step(
@@ -229,7 +245,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
 def _in_process(config: RunConfig) -> tuple[Step, ...]:
     """The steps of a run whose target runs in the steps' own processes."""
     cpu = ("cpu",)
-    train, heldout = config.prompts.train_limit, config.prompts.heldout_limit
+    train, heldout = (count % UNKNOWN_COUNT for count in (_count(config, "train"), _count(config, "heldout")))
     rows = float(train + heldout) if train and heldout else None
     decoded = config.decode.prompts or heldout
     candidates = (

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from eyas.plan.digests import Plan
+from eyas.plan.forecast import problem
 
 STARTS_SERVERS = {"sweep": "bench"}
 """Steps that start servers themselves, and the section that says how many at most (`max_loads`)."""
@@ -20,6 +21,7 @@ class Load:
 def loads(plan: Plan, needed: set[str]) -> list[Load]:
     """The loads that the steps `needed` take, in order, by the executor's own rule: a service stays up for a step that
     waits for it as long as nothing that is to run before that step leases another service."""
+    asked = problem(plan, {}, {})
     coming = {planned.name: planned for planned in plan.steps if planned.name in needed}
     found: list[Load] = []
     up: dict[str, Load] = {}
@@ -31,8 +33,8 @@ def loads(plan: Plan, needed: set[str]) -> list[Load]:
             up[service].steps.append(planned.name)
         del coming[planned.name]
         for service in list(up):
-            waiting = [step for step in coming.values() if service in step.step.leases]
-            if not any(plan.comes_next(step, service, set(coming)) for step in waiting):
+            waiting = [name for name in asked.leasing[service] if name in coming]
+            if not any(asked.comes_next(name, service, coming) for name in waiting):
                 del up[service]
     return found
 

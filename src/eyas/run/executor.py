@@ -1,4 +1,4 @@
-"""The executor: starts what is ready, follows it, and stops cleanly.
+"""The executor: does what the schedule says, follows it, and stops cleanly.
 
 One thread, one loop: look at the running children, take in what they said, start what may start, sleep a tenth of a
 second. Children run detached, so the loop may die at any moment; the next runner finds out what became of them.
@@ -6,16 +6,22 @@ second. Children run detached, so the loop may die at any moment; the next runne
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from eyas.errors import UserError
 from eyas.files import number, write_json
-from eyas.plan.digests import Plan, Planned
+from eyas.plan import schedule
+from eyas.plan.digests import Plan
+from eyas.plan.forecast import problem
+from eyas.plan.schedule import Order, State
 from eyas.run import outputs, process
+from eyas.run.expected import Expected, size
 from eyas.run.faults import IN_A_RUN, about_memory
 from eyas.run.folder import RunFolder
-from eyas.run.journal import Journal, expected
+from eyas.run.journal import Journal
+from eyas.run.outlook import Outlook
 from eyas.run.protocol import Follower, printable
 from eyas.run.service import SERVICE_DIED, Service, spec
 from eyas.run.view import View, Watcher
@@ -27,33 +33,47 @@ FINISHED, FAULT, USER_ERROR, STOPPED = 0, 1, 2, 130
 class Executor:
     """Brings one plan to its end in one run folder, which the caller has locked."""
 
-    def __init__(self, run: RunFolder, plan: Plan, journal: Journal, watcher: Watcher, machine: dict[str, str]) -> None:
-        """`machine` says on what durations are measured: its `device` and `model`."""
-        self.run_folder, self.plan, self.journal, self.watcher, self.machine = run, plan, journal, watcher, machine
+    def __init__(
+        self, run: RunFolder, plan: Plan, journal: Journal, watcher: Watcher, expected: Expected, hold: float = 0.0
+    ) -> None:
+        """`hold`: seconds for which a healthy service outlives the failure of a step that leases it."""
+        self.run_folder, self.plan, self.journal, self.watcher = run, plan, journal, watcher
+        self.expected, self.hold = expected, hold
         self.planned = {planned.name: planned for planned in plan.steps}
         self.views = {planned.name: View(planned.name, run.step(planned)) for planned in plan.steps}
         self.services = {planned.name: Service(run, plan, planned) for planned in plan.services}
         self.running: dict[str, tuple[process.Child, Follower]] = {}
+        self.problem = problem(plan, {}, {})
+        self.outlook = Outlook(self.views, {name: service.view for name, service in self.services.items()}, expected)
         self.code = FINISHED
-        self._stop = 0
+        self.handed_over = False
+        """Whether the next runner has taken the services that were held."""
+        self._stop, self._drain, self._said = 0, False, False
 
-    def run(self) -> int:
+    def run(self, holding: Callable[[bool], None] = lambda now: None) -> int:
         """Run everything; returns the exit code: 0, 1 a fault, 2 a UserError, 130 stopped by a signal.
 
+        SIGINT lets what runs finish and starts nothing more; a second one, or SIGTERM, stops it.
         Whatever ends it, no child is left running, save by SIGKILL or SIGHUP: then the next runner takes them over.
+        `holding` is told when a service is held for the next runner, who may ask for it by SIGUSR1.
         """
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.watcher.begin(list(self.views.values()))
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
+        self.watcher.begin(list(self.views.values()), [service.view for service in self.services.values()])
         try:
             self._take_over()
+            self._look_ahead()
             while not self._stop:
                 self._collect()
-                self._end_idle_services()
-                if not self._start_ready() and not self.running:
+                if not self._advance() and not self.running:
                     break
+                self._look_ahead()
                 self.watcher.tick()
                 time.sleep(TICK_SECONDS)
-            return STOPPED if self._stop else self.code
+            code = STOPPED if self._stop or self._drain else self.code
+            if code in (FAULT, USER_ERROR):
+                self._hold_services(holding)
+            return code
         finally:
             self._end_children()
             self.watcher.end()
@@ -61,7 +81,12 @@ class Executor:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop = number
+        if number == signal.SIGUSR1:
+            self.handed_over = True
+        elif number == signal.SIGINT and not self._drain:
+            self._drain = True
+        else:
+            self._stop = number
 
     def _take_over(self) -> None:
         """Find out what earlier runners left: finished outputs, running steps, steps that nobody wants any more."""
@@ -73,9 +98,8 @@ class Executor:
             service.attach()
         problems: dict[str, str] = {}
         sound: set[str] = set()
-        for name, planned in self.planned.items():
+        for name in self.planned:
             view = self.views[name]
-            view.expected = expected(self.run_folder.journal, name, planned.step.work)
             if child := process.attach(view.folder.path):
                 self._follow(name, child, self._follower(name))
                 self._become(name, "running", f"process {child.who['pid']} goes on")
@@ -98,41 +122,74 @@ class Executor:
                 self.watcher.note(f"{name} runs again: {view.folder.out}: {problems[name]}")
                 outputs.remove(view.folder.path)
 
-    def _start_ready(self) -> bool:
-        """Start what may start; whether anything is still to come."""
-        coming = False
-        for name, planned in self.planned.items():
-            if self.views[name].state != "waiting" or self._blocked(planned):
-                continue
-            coming = True
-            if self._needs_are_finished(planned) and self._has_room(planned):
-                try:
-                    ready = {planned.step.role(lease): self.services[lease].ready() for lease in planned.step.leases}
-                except UserError as error:
-                    self._fail(name, USER_ERROR, str(error))
-                    continue
-                if all(ready.values()):
-                    self._start(name, ready)
-        return coming
+    def _advance(self) -> bool:
+        """End, load and start what the schedule says; whether anything is still to come."""
+        if self._drain:
+            self._say_that_it_drains()
+            return False
+        for name in self.services:
+            self._look_after(name)
+        state = self._state()
+        for name in schedule.idle(self.problem, state):
+            if not self._is_held(name, state):
+                self.services[name].end()
+                del state.up[name]
+        steps, loads = schedule.startable(self.problem, state, self._order())
+        for name in loads:
+            self.journal.event(name, self.services[name].planned.digest, "loading")
+            self.watcher.note(f"{name} is started")
+            self._look_after(name, start=True)
+        for name in steps:
+            leases = self.planned[name].step.leases
+            self._start(name, {self.planned[name].step.role(lease): self.services[lease].told for lease in leases})
+        return bool(self._state().waiting(self.problem))
 
-    def _blocked(self, planned: Planned) -> bool:
-        """Whether a step can never start, because one before it failed."""
-        return any(
-            self.views[need].state == "failed" or self._blocked(self.planned[need]) for need in self.plan.needs(planned)
+    def _say_that_it_drains(self) -> None:
+        if self.running and not self._said:
+            self._said = True
+            self.watcher.note(
+                f"finishing {' and '.join(self.running)}, no other step is started; Ctrl-C again stops them now, and "
+                "what they did is kept"
+            )
+
+    def _state(self) -> State:
+        """What the schedule needs to know."""
+        state = State(
+            {name for name, view in self.views.items() if view.state == "finished"},
+            set(self.running),
+            {name: bool(service.told) for name, service in self.services.items() if service.child},
         )
+        for name in self.problem.order:
+            if self.views[name].state == "failed" or self.problem.needs(name) & state.lost:
+                state.lost.add(name)
+        return state
 
-    def _needs_are_finished(self, planned: Planned) -> bool:
-        return all(self.views[need].state == "finished" for need in self.plan.needs(planned))
+    def _order(self) -> Order:
+        return self.outlook.forecast.order if self.outlook.forecast else self.problem.remaining
 
-    def _has_room(self, planned: Planned) -> bool:
-        """Whether nothing stands in the way of a step; one that measures runs alone, beside its own services only."""
-        beside = [self.planned[name].step for name in self.running]
-        up = {service.name for service in self.services.values() if service.child}
-        if planned.step.alone and (beside or not up <= set(planned.step.leases)):
-            return False
-        if any(step.alone for step in beside):
-            return False
-        return not set(planned.step.resources) & {resource for step in beside for resource in step.resources}
+    def _look_after(self, name: str, start: bool = False) -> None:
+        """Take in what a service says; start it again if it died while no step was using it."""
+        service = self.services[name]
+        in_use = any(step in self.running for step in self.problem.leasing[name])
+        if in_use or not (start or service.child):
+            return
+        loading = not service.told
+        try:
+            service.look_after()
+        except UserError as error:
+            for step in self.problem.leasing[name]:
+                if step in self._state().waiting(self.problem):
+                    self._fail(step, USER_ERROR, str(error))
+            return
+        if loading and service.told and service.seconds:
+            self.journal.event(name, service.planned.digest, "ready")
+            self.watcher.note(f"{name} is ready after {service.seconds:.1f} s")
+            self._note(self.expected.record(service.planned, service.seconds, True))
+            self.outlook.stale()
+
+    def _note(self, text: str | None) -> None:
+        if text:
+            self.watcher.note(text)
 
     def _start(self, name: str, services: dict[str, Any]) -> None:
         folder = self.views[name].folder
@@ -181,7 +238,7 @@ class Executor:
                 self._fail(name, USER_ERROR, str(gone))
         elif code == 0:
             view.ended, view.seconds = time.time(), view.folder.seconds()
-            self._measure(name, "done")
+            self._note(self.expected.record(self.planned[name], view.seconds or 0.0, True, size(view.folder)))
             self._become(name, "finished")
         elif code in (USER_ERROR, process.KILLED):
             self._fail(name, USER_ERROR, str(error))
@@ -197,41 +254,61 @@ class Executor:
         view = self.views[name]
         view.ended, view.seconds, view.error = time.time(), view.folder.seconds(), error
         self.code = FAULT if FAULT in (code, self.code) else USER_ERROR
-        self._measure(name, "failed")
+        if view.seconds:
+            self._note(self.expected.record(self.planned[name], view.seconds, False))
         self._become(name, "failed", error)
-
-    def _measure(self, name: str, outcome: str) -> None:
-        view, planned = self.views[name], self.planned[name]
-        device = str(view.folder.result().get("device") or self.machine.get("device", ""))
-        amount, unit = view.progress.done, view.progress.unit
-        model, seconds = self.machine.get("model", ""), view.seconds or 0.0
-        self.journal.duration(name, device, model, planned.step.work, amount, unit, seconds, outcome)
 
     def _become(self, name: str, state: Any, detail: str = "") -> None:
         self.journal.event(name, self.planned[name].digest, state, detail)
         self.views[name].state = state
+        self.outlook.stale()
         self.watcher.changed(self.views[name])
 
-    def _end_idle_services(self) -> None:
-        """End services that no step leases, nor will before another service takes their place on the device."""
-        for service in self.services.values():
-            if service.child and not any(
-                name in self.running or self._comes_next(planned, service.name)
-                for name, planned in self.planned.items()
-                if service.name in planned.step.leases
-            ):
-                service.end()
+    def _look_ahead(self) -> None:
+        """Say when the run will be done, whenever that may have changed."""
+        if self.outlook.due():
+            self.outlook.look(self._state())
+            self.outlook.write(self.run_folder)
+            if self.outlook.forecast:
+                self.watcher.outlook(self.outlook.forecast)
 
-    def _comes_next(self, planned: Planned, service: str) -> bool:
-        """Whether a step waits for this service, and nothing that is to run before it leases another one."""
-        if self.views[planned.name].state != "waiting" or self._blocked(planned):
-            return False
-        unfinished = {name for name, view in self.views.items() if view.state != "finished"}
-        return self.plan.comes_next(planned, service, unfinished)
+    def _is_held(self, service: str, state: State) -> bool:
+        """Whether a service that no step will lease stays up for a mended one, nothing to come being in its way."""
+        return (
+            self.hold > 0
+            and state.up[service]
+            and bool(state.lost.intersection(self.problem.leasing[service]))
+            and not any(
+                self.problem.excludes(self.problem.steps[name], service) for name in state.waiting(self.problem)
+            )
+        )
+
+    def _hold_services(self, holding: Callable[[bool], None]) -> None:
+        """Keep services up after a failure, until the time is over, a signal comes, or the next runner takes them."""
+        held = {name: service for name, service in self.services.items() if service.child}
+        until = time.time() + self.hold
+        if not held:
+            return
+        names, clock = " and ".join(held), time.strftime("%H:%M", time.localtime(until))
+        self.watcher.note(
+            f"{names} stays up until {clock}: mend what failed and run the same command again, in another terminal, "
+            "and it need not load again; Ctrl-C ends it now"
+        )
+        holding(True)
+        try:
+            while time.time() < until and not (self._stop or self._drain or self.handed_over):
+                if not any(service.child and service.child.running() for service in held.values()):
+                    return
+                self.watcher.waits(f"{names} held, {max(0, int(until - time.time()))} s left")
+                self.watcher.tick()
+                time.sleep(TICK_SECONDS)
+        finally:
+            holding(False)
 
     def _end_children(self) -> None:
         children = [child for child, _ in self.running.values()]
-        process.end([*children, *(service.child for service in self.services.values() if service.child)])
+        up = [] if self.handed_over else [service.child for service in self.services.values() if service.child]
+        process.end([*children, *up])
         for name in self.running:
             view = self.views[name]
             view.ended, view.seconds = time.time(), view.folder.seconds()

@@ -29,6 +29,11 @@ class RunFolder:
         """The journal's file."""
         return self.path / "journal.sqlite3"
 
+    @property
+    def forecast(self) -> Path:
+        """What the runner expects of the run (`run/outlook.py`)."""
+        return self.path / "forecast.json"
+
     def step(self, planned: Planned) -> "StepFolder":
         """Folder of a planned step."""
         return StepFolder(self.path / "steps" / planned.name / planned.digest)
@@ -60,7 +65,7 @@ class RunFolder:
         ]
         write_json(self.path / "plan.json", {"seed": plan.seed, "steps": steps})
         write_json(self.path / "versions.json", self.versions({}))
-        for name in ("verdict.json", "report.html", "timeline.json"):
+        for name in ("verdict.json", "report.html", "timeline.json", "forecast.json"):
             (self.path / name).unlink(missing_ok=True)
 
     def versions(self, results: dict[str, dict[str, Any]]) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""The journal of a run folder: every change of state in order, and how long each step took.
+"""The journal of a run folder: every change of state in order.
 
-A folder is the truth, the journal is its history. Each entry is durable before the runner acts on it.
+A folder is the truth, the journal is its history. Each entry is durable before the runner acts on it. How long steps
+take is kept for all runs of a user together (`plan/durations.py`).
 """
 
 import contextlib
 import sqlite3
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +16,6 @@ from eyas.errors import UserError
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (id INTEGER PRIMARY KEY, t REAL, pid INTEGER, host TEXT, ended REAL, outcome TEXT);
 CREATE TABLE IF NOT EXISTS events (run INTEGER, t REAL, step TEXT, digest TEXT, state TEXT, detail TEXT);
-CREATE TABLE IF NOT EXISTS durations (
-    t REAL, step TEXT, host TEXT, device TEXT, model TEXT, work REAL, units REAL, unit TEXT, seconds REAL, outcome TEXT
-);
 """
 
 
@@ -27,7 +24,6 @@ class Journal:
 
     def __init__(self, path: Path, pid: int, host: str) -> None:
         self.path = path
-        self.host = host
         with self._plain():
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -41,22 +37,6 @@ class Journal:
         with self._plain():
             row = (self.run, time.time(), step, digest, state, detail)
             self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row)
-
-    def duration(
-        self,
-        step: str,
-        device: str,
-        model: str,
-        work: float | None,
-        units: float,
-        unit: str,
-        seconds: float,
-        outcome: str,
-    ) -> None:
-        """Record how long a step has worked, all its attempts together, for how many units."""
-        with self._plain():
-            row = (time.time(), step, self.host, device, model, work, units, unit, seconds, outcome)
-            self._db.execute("INSERT INTO durations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def end(self, outcome: str) -> None:
         """Record how the run ended, and close."""
@@ -79,7 +59,7 @@ class Journal:
             elif "readonly" in text or "unable to open" in text:
                 remedy = "make the folder writable or choose another with --runs DIR"
             else:
-                remedy = "delete it (only the history of durations is lost) and run the same command again"
+                remedy = "delete it (only its history is lost) and run the same command again"
             raise UserError(f"{self.path}: {text}: {remedy}") from error
 
 
@@ -87,17 +67,6 @@ def events(path: Path) -> list[dict[str, Any]]:
     """Events of the newest run, oldest first."""
     rows = _read(path, "SELECT t, step, digest, state, detail FROM events WHERE run = (SELECT max(id) FROM runs)")
     return [dict(zip(("t", "step", "digest", "state", "detail"), row, strict=True)) for row in rows]
-
-
-def expected(path: Path, step: str, work: float | None) -> float | None:
-    """Seconds that a step will take, from the five newest times that it finished; None when it never did."""
-    query = "SELECT seconds, work FROM durations WHERE step = ? AND outcome = 'done' ORDER BY t DESC LIMIT 5"
-    rows = _read(path, query, step)
-    if work and all(past for _, past in rows):
-        seconds = [took / past * work for took, past in rows]
-    else:
-        seconds = [took for took, _ in rows]
-    return statistics.median(seconds) if seconds else None
 
 
 def _read(path: Path, query: str, *values: Any) -> list[Any]:

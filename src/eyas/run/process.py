@@ -49,8 +49,12 @@ def _described(pid: int) -> dict[str, Any]:
 
 def _here() -> dict[str, str]:
     """This machine since it was started last."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"boot": boot, "host": socket.gethostname()}
+    return {"boot": boot(), "host": socket.gethostname()}
+
+
+def boot() -> str:
+    """A name for the time since this machine was started last."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def alive(who: dict[str, Any]) -> bool:

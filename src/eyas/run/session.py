@@ -10,11 +10,12 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.plan.digests import Plan
-from eyas.run import lock
+from eyas.run import expected, lock
 from eyas.run.executor import FINISHED, STOPPED, Executor
 from eyas.run.faults import IN_A_RUN, plain_errors
 from eyas.run.folder import RunFolder
 from eyas.run.journal import Journal
+from eyas.run.machine import machine
 from eyas.run.timeline import timeline
 from eyas.run.view import View, Watcher
 
@@ -32,32 +33,29 @@ class Outcome:
     """What could not be done afterwards, such as the report without matplotlib."""
 
 
-def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher) -> Outcome:
+def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher, hold: float = 0.0) -> Outcome:
     """Make or continue the run folder: run the plan, then write verdict, timeline, draft link and report.
 
-    `resolved` is the run file with every default. Raises UserError: folder owned by another runner, disk full or
-    read-only, journal damaged.
+    `resolved` is the run file with every default, `hold` the seconds for which a service outlives a failed step. Raises
+    UserError: folder owned by another runner, disk full or read-only, journal damaged.
     """
     started = time.time()
     if folder.is_file():
         raise UserError(f"{folder} is a file, not a run folder: choose another folder with --runs DIR")
     with plain_errors(folder, IN_A_RUN):
         folder.mkdir(parents=True, exist_ok=True)
-        with lock.hold(folder):
+        with lock.hold(folder) as holding:
             run_folder = RunFolder(folder)
             journal = Journal(run_folder.journal, os.getpid(), socket.gethostname())
             outcome = "failed"
             try:
                 run_folder.begin(plan, resolved)
-                machine = {
-                    "device": str(resolved.get("engine", {}).get("device", "")),
-                    "model": str(resolved.get("target", {}).get("model", "")),
-                }
-                executor = Executor(run_folder, plan, journal, watcher, machine)
-                code = executor.run()
+                executor = Executor(run_folder, plan, journal, watcher, expected.here(plan, machine(resolved)), hold)
+                code = executor.run(holding)
                 outcome = OUTCOMES.get(code, "failed")
                 views = list(executor.views.values())
-                notes = _conclude(run_folder, plan, views, started)
+                # The next runner waits for the folder, and writes all that is written at the end.
+                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, started)
             finally:
                 journal.end(outcome)
     return Outcome(code, time.time() - started, views, notes)

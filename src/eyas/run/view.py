@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from eyas.plan.forecast import Forecast
 from eyas.run.folder import StepFolder
 from eyas.run.protocol import ProgressState
 
@@ -25,13 +26,19 @@ class View:
     """Seconds that it worked, all attempts together; known once it ended."""
     error: str | None = None
     expected: float | None = None
-    """Seconds that it took before, scaled by its work."""
+    """Seconds that it is going to take, all attempts together."""
+    planned: tuple[float, float] | None = None
+    """From when to when it was going to run when this run began, in unix time."""
+    coming: tuple[float, float] | None = None
+    """From when to when it is going to run, as seen now."""
+    critical: bool = False
+    """Whether the end of the run waits for it."""
 
 
 class Watcher(Protocol):
     """Somebody who shows a run: the live table, plain lines, a test."""
 
-    def begin(self, views: list[View]) -> None:
+    def begin(self, views: list[View], services: list[View]) -> None:
         """The run starts."""
 
     def changed(self, view: View) -> None:
@@ -42,6 +49,12 @@ class Watcher(Protocol):
 
     def note(self, text: str) -> None:
         """The runner has something to say that concerns no single step's state."""
+
+    def outlook(self, found: Forecast) -> None:
+        """The runner has looked ahead."""
+
+    def waits(self, text: str) -> None:
+        """What the runner itself waits for, as of now."""
 
     def tick(self) -> None:
         """Called about ten times a second while the run goes on."""

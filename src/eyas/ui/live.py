@@ -2,15 +2,16 @@
 
 import time
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live as RichLive
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from eyas.plan.forecast import Forecast
 from eyas.run.protocol import printable
 from eyas.run.view import View
-from eyas.ui.text import counted, duration, rate
+from eyas.ui import bars
+from eyas.ui.text import counted, duration, outlook, rate
 
 REFRESH_SECONDS = 0.25
 GLYPHS = {"waiting": "·", "running": "▶", "finished": "✓", "failed": "✗", "stopped": "■"}
@@ -25,12 +26,14 @@ class Live:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._views: list[View] = []
+        self._services: list[View] = []
+        self._outlook = self._waits = ""
         self._live = RichLive(console=self.console, auto_refresh=False, vertical_overflow="visible")
         self._next = 0.0
 
-    def begin(self, views: list[View]) -> None:
+    def begin(self, views: list[View], services: list[View]) -> None:
         """Show the table."""
-        self._views = views
+        self._views, self._services = views, services
         self._live.start()
         self._refresh()
 
@@ -47,6 +50,14 @@ class Live:
         """Print a line above the table."""
         self._live.console.print(Text(printable(text, 2000)))
 
+    def outlook(self, found: Forecast) -> None:
+        """Show it below the table."""
+        self._outlook = outlook(found)
+
+    def waits(self, text: str) -> None:
+        """Show it below the table."""
+        self._waits = text
+
     def tick(self) -> None:
         """Refresh four times a second."""
         if time.monotonic() >= self._next:
@@ -54,38 +65,38 @@ class Live:
 
     def end(self) -> None:
         """Leave the last state of the table on the screen."""
+        self._outlook = self._waits = ""
         self._refresh()
         self._live.stop()
 
     def _refresh(self) -> None:
         self._next = time.monotonic() + REFRESH_SECONDS
-        self._live.update(self.table(), refresh=True)
+        below = [Text(printable(text, 1000), "dim") for text in (self._outlook, self._waits) if text]
+        self._live.update(Group(self.table(), *below), refresh=True)
 
     def table(self) -> Table:
-        """The table as it is now, for this terminal."""
-        width = self.console.width
-        glyphs = ASCII_GLYPHS if self.console.options.ascii_only else GLYPHS
+        """The table as it is now, for this terminal: the steps, and the services that were or will be up."""
+        width, now = self.console.width, time.time()
+        ascii_only = self.console.options.ascii_only
+        glyphs = ASCII_GLYPHS if ascii_only else GLYPHS
+        services = [view for view in self._services if view.began is not None or view.coming]
+        rows = [(view, view.name) for view in self._views] + [(view, f"load {view.name}") for view in services]
+        axis = bars.Axis(span for view, _ in rows for span in bars.spans(view, now))
+        bar_width = max(BAR_WIDTH, width // 4 if width > WIDE else 0)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), width=width, pad_edge=False)
         table.add_column(width=1)
-        table.add_column(width=max((len(view.name) for view in self._views), default=1), no_wrap=True)
+        table.add_column(width=max((len(name) for _, name in rows), default=1), no_wrap=True)
         if width >= NARROW:
-            table.add_column(width=BAR_WIDTH)
+            table.add_column(width=bar_width, no_wrap=True)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(justify="right", no_wrap=True)
-        for view in self._views:
+        for view, name in rows:
             style = STYLES[view.state]
-            cells: list[Text | ProgressBar] = [Text(glyphs[view.state], style), Text(view.name, style)]
+            cells = [Text(glyphs[view.state], style), Text(name, f"bold {style}" if view.critical else style)]
             if width >= NARROW:
-                cells.append(_bar(view))
-            table.add_row(*cells, Text(_what(view, width)), Text(_times(view), "dim"))
+                cells.append(bars.bar(view, axis, bar_width, now, ascii_only, style))
+            table.add_row(*cells, Text(_what(view, width)), Text(_times(view, now), "dim"))
         return table
-
-
-def _bar(view: View) -> ProgressBar | Text:
-    state = view.progress
-    if view.state != "running" or not state.total:
-        return Text("")
-    return ProgressBar(total=state.total, completed=min(state.done, state.total), width=BAR_WIDTH)
 
 
 def _what(view: View, width: int) -> str:
@@ -101,14 +112,15 @@ def _what(view: View, width: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _times(view: View) -> str:
+def _times(view: View, now: float) -> str:
     """Time taken; for a running step also what is left."""
     if view.state == "running" and view.began is not None:
-        now = time.time()
-        eta = view.progress.eta(now)
+        eta = view.coming[1] - now if view.coming else view.progress.eta(now)
         if eta is None and view.expected is not None:
-            eta = max(0.0, view.expected - (now - view.began))
-        return duration(now - view.began) + (f", {duration(eta)} left" if eta is not None else "")
+            eta = view.expected - (now - view.began)
+        return duration(now - view.began) + (f", {duration(max(0.0, eta))} left" if eta is not None else "")
     if view.state == "waiting":
         return f"expected {duration(view.expected)}" if view.expected is not None else ""
+    if view.seconds is None and view.began is not None and view.ended is not None:
+        return duration(view.ended - view.began)
     return duration(view.seconds)

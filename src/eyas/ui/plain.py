@@ -3,11 +3,12 @@
 import sys
 import time
 
+from eyas.plan.forecast import Forecast
 from eyas.run.protocol import printable
 from eyas.run.view import View
-from eyas.ui.text import counted, duration, rate
+from eyas.ui.text import counted, duration, outlook, rate
 
-EVERY_SECONDS = 10.0
+EVERY_SECONDS, OUTLOOK_SECONDS = 10.0, 300.0
 
 
 class Plain:
@@ -17,8 +18,9 @@ class Plain:
         self._views: list[View] = []
         self._started = time.time()
         self._said: dict[str, float] = {}
+        self._looked = self._waited = 0.0
 
-    def begin(self, views: list[View]) -> None:
+    def begin(self, views: list[View], services: list[View]) -> None:
         """Remember the steps."""
         self._views = views
 
@@ -40,6 +42,18 @@ class Plain:
     def note(self, text: str) -> None:
         """Print it."""
         self._line(text)
+
+    def outlook(self, found: Forecast) -> None:
+        """Print it every five minutes."""
+        if time.time() - self._looked >= OUTLOOK_SECONDS and (text := outlook(found)):
+            self._looked = time.time()
+            self._line(text)
+
+    def waits(self, text: str) -> None:
+        """Print it every five minutes."""
+        if time.time() - self._waited >= OUTLOOK_SECONDS:
+            self._waited = time.time()
+            self._line(text)
 
     def tick(self) -> None:
         """Print progress that is due."""

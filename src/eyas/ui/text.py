@@ -1,5 +1,6 @@
 """Numbers and times in few characters."""
 
+from eyas.plan.forecast import Forecast
 from eyas.run.view import View
 
 
@@ -39,3 +40,12 @@ def rate(view: View) -> str:
     """`340 rows/s`, or nothing."""
     value = view.progress.rate
     return f"{amount(value)} {view.progress.unit}/s" if value else ""
+
+
+def outlook(found: Forecast) -> str:
+    """`12 min left (10 min to 15 min in 9 of 10 runs): load server → answers → …`, or nothing."""
+    if not found.run.steps:
+        return ""
+    sure = "a guess, from little history" if found.guess else "in 9 of 10 runs"
+    left = f"{duration(found.seconds)} left ({duration(found.low)} to {duration(found.high)}, {sure})"
+    return f"{left}: {' → '.join(found.chain)}"
