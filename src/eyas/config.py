@@ -270,6 +270,8 @@ class Bench(Section):
     """How often each figure is taken: its interval comes from their spread."""
     again: bool = True
     """Load the plain server once more after the draft's and measure it again, so that a drift is seen."""
+    break_even: bool = False
+    """Serve a draft of random weights before any training, a load more: what must a draft reach to pay here?"""
     sweep: list[Annotated[int, Field(ge=1, le=16)]] = []
     """Draft tokens a step to weigh beside decode.draft_tokens; the best predicted are measured, a load each."""
     max_loads: int = Field(default=3, ge=0)

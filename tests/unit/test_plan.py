@@ -135,6 +135,18 @@ def test_a_pilot_comes_before_a_large_run() -> None:
     assert made["pilot-train"].digest != made["train"].digest
 
 
+def test_a_random_draft_is_served_before_any_training() -> None:
+    """Where it is asked for; and asking measures nothing else again."""
+    loaded = load(**SGLANG, bench={"break_even": True})
+    steps = {step.name: step for step in graph.build(loaded)}
+    services = {step.name: step for step in graph.build_services(loaded)}
+    assert "break-even" in steps["train"].needs
+    assert steps["break-even"].leases == ("random",)
+    assert services["random"].role("random-draft") == "export"
+    digest = {one.name: one.digest for one in plan(load(**SGLANG)).steps}
+    assert {one.name: one.digest for one in plan(loaded).steps}["baseline"] == digest["baseline"]
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.bench import baseline, measure, sweep
+from eyas.bench import baseline, breakeven, measure, sweep
 from eyas.bench.measure import Block, Request
 from eyas.capture import step as capture
 from eyas.config import parse
 from eyas.decode.acceptance import Tally
-from eyas.draft import export, vocabulary
-from eyas.engines import answers, target
+from eyas.draft import checkpoint, export, placeholder, vocabulary
+from eyas.engines import answers, target, weights
+from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.progress import Silent
 from eyas.spec import StepSpec
@@ -169,3 +170,29 @@ def test_without_loads_the_prediction_alone_is_told(made: tuple[Path, dict[str, 
     assert found["loads"] == 0
     assert {one["reason"] for one in found["rows"] if one["draft_tokens"] != 3} == {"bench.max_loads was spent before"}
     assert found["crossover"] is None
+
+
+def test_a_random_draft_tells_what_any_draft_must_reach(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of 0.1 s beside a token of 0.01 s asks for ten tokens a step, of which three drafts give four at most."""
+    root, config = made
+    (tmp_path / "random").mkdir()
+    inputs = {name: root / name for name in ("target", "capture", "baseline")}
+    placeholder.run(StepSpec("random-draft", 0, config, inputs), tmp_path / "random", Silent())
+    embedding = torch.nn.Embedding.from_pretrained(weights.embedding(tiny_llama).float())
+    assert checkpoint.load(tmp_path / "random", embedding).config.draft_vocab_size == 90
+
+    def costly(*_: Any, **__: Any) -> dict[baseline.Figure, list[Block]]:
+        return {("heldout", n, 0.0): blocks(3, n, 0.1) for n in (1, 2)}
+
+    monkeypatch.setattr(baseline, "take", costly)
+    ready = {"servers": [{"url": "http://127.0.0.1:1", "root": None, "status": None}]}
+
+    def asked(require: bool) -> dict[str, Any]:
+        sections = {**config, "pilot": {**config["pilot"], "require": require}}
+        return breakeven.run(StepSpec("break-even", 0, sections, inputs, {"drafted": ready}), tmp_path, Silent())
+
+    assert [row["break_even"] for row in asked(False)["rows"]] == [pytest.approx(10.0, rel=0.01)] * 2
+    with pytest.raises(UserError, match=r"would have to reach 9\.98 tokens a step, and 4 is all there is"):
+        asked(True)

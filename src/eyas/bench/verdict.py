@@ -17,7 +17,7 @@ from eyas.progress import Progress
 from eyas.spec import StepSpec
 
 NEEDS = ("replay", "decode", "train", "vocabulary", "capture")
-IF_THERE = ("again", "sweep", "candidates")
+IF_THERE = ("again", "sweep", "candidates", "break-even")
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
@@ -77,6 +77,7 @@ def decide(
             *_diagnosed(more),
             pace,
             *_pays(speedup),
+            *_priced(more),
             *_elsewhere(bench),
             *_swept(_dict(more.get("sweep"))),
             *_others(more),
@@ -215,6 +216,13 @@ def _pays(speedup: list[dict[str, Any]]) -> list[str]:
         for row in speedup
         if row.get("break_even")
     ]
+
+
+def _priced(more: Mapping[str, Any]) -> list[str]:
+    """What a draft had to reach by the costs of a random one, before any was trained."""
+    rows = [row for row in _dict(more.get("break-even")).get("rows") or [] if row.get("break_even")]
+    said = ", ".join(f"{row['break_even']:.2f} with {_plural(row['concurrency'], 'request')} at a time" for row in rows)
+    return [f"Before training a draft of random weights set what a draft must reach to pay: {said}."] if said else []
 
 
 def _elsewhere(bench: list[dict[str, Any]]) -> list[str]:

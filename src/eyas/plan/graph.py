@@ -24,7 +24,7 @@ PILOT_SHARE, PILOT_HELDOUT = 4, 100
 BUILTIN_PROMPTS, BUILTIN_HELDOUT = 1515, 164
 UNKNOWN_COUNT = 10**9
 NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
-    ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True),
+    ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True), ("bench", "break_even", False),
 )  # fmt: skip
 """Of the steps that measure one server: what else is measured does not run them again."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
@@ -94,7 +94,10 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     # Comes after the decode step, so that it is a load of its own and not the one that captures.
     plain = Step("plain", SERVICE + "serve_plain", needs=(*before, "decode"), sections=sections, resources=cpu)
     pilot = (_of_pilot(drafted),) if _pilot(config) else ()
-    return (server, *pilot, drafted, *(plain,) * config.bench.again)
+    untrained = replace(
+        drafted, name="random", needs=(*before, "random-draft"), roles=(("random-draft", "export"),)
+    )  # fmt: skip
+    return (server, *(untrained,) * config.bench.break_even, *pilot, drafted, *(plain,) * config.bench.again)
 
 
 def _twin(config: RunConfig) -> tuple[str, ...]:
@@ -210,6 +213,21 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             needs=("target", "capture", "baseline", "decode"),
             leases=("plain",),
         )
+        steps["random-draft"] = Step(
+            "random-draft",
+            "eyas.draft.placeholder:run",
+            needs=("target",),
+            sections=("target", "capture", "draft"),
+        )
+        steps["break-even"] = replace(
+            steps["baseline"],
+            name="break-even",
+            entry="eyas.bench.breakeven:run",
+            needs=("target", "capture", "baseline"),
+            sections=(*sections, "pilot"),
+            leases=("random",),
+            roles=(("random", "drafted"),),
+        )
         steps["sweep"] = Step(
             "sweep",
             "eyas.bench.sweep:run",
@@ -219,6 +237,8 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             alone=True,
         )
     again = ("again",) if measured and config.bench.again else ()
+    priced = ("break-even",) if measured and config.bench.break_even else ()
+    steps["train"] = replace(steps["train"], needs=(*steps["train"].needs, *priced))
     sweep = ("sweep",) if measured and config.bench.sweep and config.bench.max_loads else ()
     pilot = ("pilot",) if _pilot(config) else ()
     drafts = tuple(name for name in ("candidates",) if name in steps)
@@ -229,14 +249,15 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         steps["verdict"],
         needs=(
             *(need for need in steps["verdict"].needs if need != "decode" or measured),
+            *priced,
             *again,
             *sweep,
             *pilot,
         ),
     )
-    first = ("target", *twin, "prompts", "doctor")
+    first = ("target", *twin, "prompts", *(("random-draft",) if priced else ()), "doctor")
     last = (
-        "answers", "capture", *(("baseline",) * measured), *drafts, "vocabulary", "train", "export", "replay",
+        "answers", "capture", *(("baseline",) * measured), *priced, *drafts, "vocabulary", "train", "export", "replay",
         *(("decode",) * measured), *again, *sweep, "verdict",
     )  # fmt: skip
     return (*(steps[name] for name in first), *small, *(steps[name] for name in (*last, "card")))
