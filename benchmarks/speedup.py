@@ -5,7 +5,8 @@
 The target is SmolLM2-135M, and the same model made dear by layers that change no token (eyas.engines.dear). DIR is a
 draft of it (benchmarks/draft.py). For each cost three servers are up at once and are asked in turns: without a draft,
 with the draft, with a random one. The prediction uses none of the drafted server's times: accept length from replay of
-the plain server's answers, cost of a round from the random draft's server, cost of a token from the plain one.
+the plain server's answers, costs of a round and a prefill from the random draft's server, the rest from the plain one.
+The first concurrency has to be 1: its time to the first token is that cost of a prefill.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from typing import Any
 
 import torch
 import yaml
-from draft import capture
+from draft import capture, read
 
 from eyas.bench import measure, workloads
-from eyas.bench.measure import Block, Load
+from eyas.bench.measure import Block, Load, Prompt
 from eyas.config import Engine, Server
-from eyas.decode.replay import load_draft, pooled, tallies
+from eyas.decode.replay import load_draft, pooled, spread, tallies
 from eyas.draft import checkpoint, start
 from eyas.engines import dear, weights
 from eyas.engines import target as targets
@@ -55,25 +56,46 @@ def random_draft(folder: Path, info: targets.TargetInfo, out: Path) -> Path:
     return out
 
 
-def predicted(plain: list[Block], costs: list[Block], rounds: dict[str, int]) -> float:
-    """The speed-up of whole requests, first token included, from costs and each prompt's replayed `rounds`.
+def turns(rounds: list[int], concurrency: int) -> tuple[int, int]:
+    """What a server does for requests of so many `rounds`, asked `concurrency` at a time: prefills, rounds of a batch.
 
-    One request at a time: the geometric mean over prompts, as `measure.ratio` takes it; several: all seconds together.
+    All that wait are prefilled together and hold up the others meanwhile; then all have a round at once.
     """
+    waiting, running = list(reversed(rounds)), list[int]()
+    prefills = batches = 0
+    while waiting or running:
+        if waiting and len(running) < concurrency:
+            while waiting and len(running) < concurrency:
+                running.append(waiting.pop())
+            prefills += 1
+        else:
+            batches += 1
+            running = [left - 1 for left in running]
+        running = [left for left in running if left > 0]
+    return prefills, batches
 
-    def first(blocks: list[Block]) -> float:
-        times = [request.first for block in blocks for request in block.requests]
-        return sum(times) / len(times)
 
-    token, turn = measure.token_seconds(plain), measure.round_seconds(costs)
-    assert token is not None, "no answer has two tokens"
-    assert turn is not None, "nothing was drafted"
+def predicted(plain: list[Block], costs: list[Block], rounds: dict[str, int], prefill: float) -> float:
+    """The speed-up of whole requests, first token included, from the random draft's costs and the replayed `rounds`.
+
+    `prefill`: seconds to the first token of one request alone with that server. One request at a time: the geometric
+    mean over prompts, as `measure.ratio` takes it. Several: a round's cost is what the random draft's blocks leave once
+    their prefills are taken off.
+    """
     requests = plain[0].requests
-    one = [first(plain) + (len(request.ids) - 1) * token for request in requests]
-    other = [first(costs) + rounds.get(request.key, 0) * turn for request in requests]
-    if plain[0].concurrency > 1:
-        return sum(one) / sum(other)
-    return math.exp(statistics.mean(math.log(a / b) for a, b in zip(one, other, strict=True)))
+    if plain[0].concurrency == 1:
+        token, turn = measure.token_seconds(plain), measure.round_seconds(costs)
+        assert token is not None and turn is not None, "nothing was decoded"  # noqa: PT018
+        first = statistics.mean(request.first for block in plain for request in block.requests)
+        one = [first + (len(request.ids) - 1) * token for request in requests]
+        other = [prefill + rounds.get(request.key, 0) * turn for request in requests]
+        return math.exp(statistics.mean(math.log(a / b) for a, b in zip(one, other, strict=True)))
+    counted = [[request.tally.rounds if request.tally else 0 for request in block.requests] for block in costs]
+    events = [turns(block, plain[0].concurrency) for block in counted]
+    spent = sum(block.seconds for block in costs) - sum(prefills for prefills, _ in events) * prefill
+    turn = spent / sum(batches for _, batches in events)
+    prefills, batches = turns([rounds.get(request.key, 0) for request in requests], plain[0].concurrency)
+    return statistics.mean(block.seconds for block in plain) / (prefills * prefill + batches * turn)
 
 
 def flops_and_bytes() -> dict[str, float]:
@@ -102,6 +124,8 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--times", default="1,10")
     parser.add_argument("--concurrency", default="1,4,16")
+    parser.add_argument("--answers", type=Path, help="take the held-out rows' prompts (benchmarks/draft.py)")
+    parser.add_argument("--heldout", type=int, default=300)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
@@ -158,14 +182,19 @@ def main() -> None:
         device = pick_device(Engine())
         target = InProcessTarget(info, layers, getattr(torch, asked.dtype), device)
         drafter = load_draft(asked.draft, info, torch.float32, device)
+        rows_of = read(asked.answers, asked.heldout) if asked.answers else []
         for n in times:
+            alone = 0.0  # seconds to the first token of one request alone, with the random draft
             servers = {
                 kind: measure.SGLang(running[n, kind].endpoint.url, info.eos_token_ids, info.vocab_size)
                 for kind in KINDS
             }
             for concurrency in concurrencies:
                 count = max(asked.prompts, 2 * concurrency)
-                prompts = workloads.prompts("heldout", count, info, None, {})
+                if rows_of:
+                    prompts = [Prompt(str(i), rows_of[i][0][: rows_of[i][1]]) for i in spread(len(rows_of), count)]
+                else:
+                    prompts = workloads.prompts("heldout", count, info, None, {})
                 loads = {
                     kind: Load(concurrency, asked.tokens, 0.0, asked.draft_tokens if kind in drafts else None)
                     for kind in KINDS
@@ -187,8 +216,10 @@ def main() -> None:
                 served = sum(sum(r.tally.accepted) for b in blocks["draft"] for r in b.requests if r.tally)
                 found = measure.row("heldout", loads["draft"], blocks["plain"], blocks["draft"])
                 pairs = zip(blocks["plain"][0].requests, blocks["draft"][0].requests, strict=True)
-                turns = {r.key: tally.rounds for r, (_, tally) in zip(drafted, walks, strict=True)}
-                guess = predicted(blocks["plain"], blocks["random"], turns)
+                replayed = {r.key: tally.rounds for r, (_, tally) in zip(drafted, walks, strict=True)}
+                firsts = [request.first for block in blocks["random"] for request in block.requests]
+                alone = alone or statistics.median(firsts)
+                guess = predicted(blocks["plain"], blocks["random"], replayed, alone)
                 rows.append({
                     "times": n, **found,
                     "cost": found["token_seconds"] / cheap.setdefault(concurrency, found["token_seconds"]),
