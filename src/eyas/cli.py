@@ -168,6 +168,9 @@ def replay(
 def verify(
     draft: Annotated[Path, typer.Argument(help="Folder of a draft, anyone's.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
+    python: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="An interpreter whose SGLang is asked.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check a draft's files against its target, without running either; exit code 2: a check failed."""
@@ -178,7 +181,7 @@ def verify(
     from eyas.ui.single import Lines
 
     with plain_errors(draft):
-        found = importlib.import_module("eyas.draft.verify").verify(draft, target, Lines())
+        found = importlib.import_module("eyas.draft.verify").verify(draft, target, python, Lines())
     print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
     failed = list(dict.fromkeys(check["name"] for check in found["checks"] if check["passed"] is False))
     if failed:

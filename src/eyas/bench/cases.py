@@ -95,7 +95,7 @@ def of_folder(
         first = sure[0]
         found |= {"cause": first.name, "sentence": f"The draft's files are at fault: {first.detail}."}
         found |= {"remedy": first.remedy}
-    return {**found, "files": [check.__dict__ for check in failed]}
+    return {**found, "files": [check.to_json() for check in failed]}
 
 
 def of_run(spec: StepSpec, decode: dict[str, Any], progress: Progress) -> dict[str, Any]:

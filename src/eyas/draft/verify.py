@@ -16,7 +16,9 @@ from eyas.draft import checkpoint
 from eyas.draft.config import ARCHITECTURE, DraftConfig, read_switches, rope_parameters
 from eyas.draft.files import read_config, read_tensors
 from eyas.engines import target as targets
+from eyas.engines.sglang.checks import Check
 from eyas.engines.sglang.layers import IDS, declared_layers
+from eyas.engines.sglang.loader import Loader
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.progress import Progress
@@ -24,16 +26,7 @@ from eyas.progress import Progress
 VLLM = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 """Architectures that vLLM knows and SGLang does not."""
 Said = tuple[bool | None, str, str]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row of the table. `passed` None: cannot be said, or true of one engine only; `remedy` belongs to False."""
-
-    name: str
-    passed: bool | None
-    detail: str
-    remedy: str
+"""Passed, detail and remedy of a check. Passed is None where it cannot be said, or is true of one engine only."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,20 @@ class _Files:
         return found
 
 
-def verify(draft: Path, target: str, progress: Progress) -> dict[str, Any]:
+def verify(draft: Path, target: str, python: str | None, progress: Progress) -> dict[str, Any]:
     """`{"checks": [{name, passed, detail, remedy}], "seconds"}` of a draft folder against a target.
 
-    Raises UserError: the target cannot be looked at.
+    `python`: an interpreter whose SGLang is asked too. Raises UserError: the target cannot be looked at.
     """
     begun = time.monotonic()
     info = targets.inspect(target, progress)
+    loader = Loader(draft, python) if python else None
     progress.milestone(f"reading {draft}")
-    found = [check.__dict__ for check in checks(draft, info)]
-    return {"checks": found, "seconds": time.monotonic() - begun}
+    found = checks(draft, info)
+    if loader:
+        progress.milestone("asking SGLang's own loader")
+        found.append(loader.check())
+    return {"checks": [check.to_json() for check in found], "seconds": time.monotonic() - begun}
 
 
 def checks(folder: Path, info: TargetInfo) -> list[Check]:
