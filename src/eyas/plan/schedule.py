@@ -101,7 +101,16 @@ class Problem:
     def comes_next(self, step: str, service: str, unfinished: Iterable[str]) -> bool:
         """Whether a service may be up for a step that still waits: nothing that is to run before the step leases
         another one, takes what the service takes, or measures alone without it."""
-        return not any(self.excludes(self.steps[name], service) for name in self.before[step].intersection(unfinished))
+        return self._between[step, service].isdisjoint(unfinished)
+
+    @cached_property
+    def _between(self) -> dict[tuple[str, str], frozenset[str]]:
+        """For each step and service that it leases: the steps before it during which the service cannot be up."""
+        return {
+            (step, service): frozenset(name for name in self.before[step] if self.excludes(self.steps[name], service))
+            for service, leasing in self.leasing.items()
+            for step in leasing
+        }
 
     def excludes(self, task: Task, service: str) -> bool:
         """Whether a step cannot run while a service is up."""
