@@ -116,6 +116,21 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
 
 
 @app.command()
+def watch(
+    run: Run,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What `status --json` gives, a line a second.")] = False,
+) -> None:
+    """Watch a run from anywhere, until its runner ends; Ctrl-C leaves it alone."""
+    from eyas.ui import overview, watch
+
+    if as_json:
+        overview.print_lines(_folder(run))
+    else:
+        watch.watch(_folder(run), _watcher(plain))
+
+
+@app.command()
 def report(run: Run) -> None:
     """Build report.html again."""
     from eyas.files import plain_os_errors

@@ -269,8 +269,8 @@ class Executor:
         if self.outlook.due():
             self.outlook.look(self._state())
             self.outlook.write(self.run_folder)
-            if self.outlook.forecast:
-                self.watcher.outlook(self.outlook.forecast)
+            if ahead := self.outlook.ahead():
+                self.watcher.outlook(ahead)
 
     def _is_held(self, service: str, state: State) -> bool:
         """Whether a service that no step will lease stays up for a mended one, nothing to come being in its way."""

@@ -15,7 +15,7 @@ from eyas.plan.forecast import Forecast, Running
 from eyas.plan.schedule import State
 from eyas.run.expected import Expected
 from eyas.run.folder import RunFolder
-from eyas.run.view import View
+from eyas.run.view import Ahead, View
 
 EVERY_SECONDS, SOON_SECONDS, DRAWS = 30.0, 2.0, 50
 LEAST_LEFT = 0.05
@@ -70,6 +70,13 @@ class Outlook:
             view.planned = view.planned or view.coming
             view.critical = f"load {name}" in self.forecast.chain
             view.expected = services[name].seconds
+
+    def ahead(self) -> Ahead | None:
+        """When the run will be done; None when nothing is left."""
+        if self.forecast is None or not self.forecast.run.steps:
+            return None
+        low, high = self.at + self.forecast.low, self.at + self.forecast.high
+        return Ahead(self.at + self.forecast.seconds, low, high, self.forecast.guess, self.forecast.chain)
 
     def as_json(self) -> dict[str, Any]:
         """What forecast.json holds; times in unix seconds."""

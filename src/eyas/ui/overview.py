@@ -1,6 +1,9 @@
 """`eyas plan` and `eyas status`: a run before and while it goes on."""
 
+import contextlib
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ from eyas.plan.forecast import Forecast
 from eyas.plan.schedule import State
 from eyas.run import lock, outputs, process
 from eyas.run.expected import here
-from eyas.run.folder import RunFolder, StepFolder
+from eyas.run.folder import RunFolder, StepFolder, read_or_empty
 from eyas.run.machine import machine
 from eyas.run.protocol import printable
-from eyas.ui.text import amount, duration
+from eyas.run.view import Ahead
+from eyas.ui.text import amount, duration, outlook
+from eyas.ui.watch import read_ahead, step_state
 
 
 def planned(folder: Path, plan: Plan, resolved: dict[str, Any] | None = None) -> str:
@@ -96,21 +101,31 @@ def read_status(folder: Path) -> dict[str, Any]:
     """How far a run is, as JSON. Raises UserError when this is no run folder."""
     run = RunFolder(folder)
     owner = lock.owner(folder)
-    runner = {"pid": owner.get("pid"), "host": owner.get("host"), "running": process.alive(owner)}
+    runs = process.alive(owner)
+    runner = {
+        "pid": owner.get("pid"),
+        "host": owner.get("host"),
+        "running": runs,
+        "holding": runs and owner.get("holding") is True,
+    }
     steps = [_status(name, step) for name, step in run.steps().items()]
-    return {"run": str(folder), "runner": runner, "steps": steps}
+    ahead = read_ahead(read_or_empty(run.forecast)) if runs else None
+    return {"run": str(folder), "runner": runner, "ahead": asdict(ahead) if ahead else None, "steps": steps}
+
+
+def print_lines(folder: Path) -> None:
+    """Print the status as a line of JSON a second, until the runner ends."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            status = read_status(folder)
+            print(json.dumps({"t": time.time(), **status}, ensure_ascii=False), flush=True)
+            if not status["runner"]["running"]:
+                return
+            time.sleep(1)
 
 
 def _status(name: str, step: StepFolder) -> dict[str, Any]:
-    said, ended = step.progress(), step.exit()
-    if step.running:
-        state = "running"
-    elif step.finished:
-        state = "finished"
-    elif ended.get("code"):
-        state = "failed"
-    else:
-        state = "stopped" if process.who_runs(step.path) else "waiting"
+    said, ended, state = step.progress(), step.exit(), step_state(step)
     return {
         "step": name,
         "digest": step.path.name,
@@ -131,7 +146,9 @@ def as_text(status: dict[str, Any]) -> str:
     """The status for people."""
     runner = status["runner"]
     head = f"runner: process {runner['pid']} on {runner['host']}" if runner["running"] else "no runner"
-    lines = [f"{status['run']}: {head}"]
+    lines = [f"{status['run']}: {head}{', holds a server for a mended run' if runner['holding'] else ''}"]
+    if status["ahead"]:
+        lines.append(outlook(Ahead(**status["ahead"]), time.time()))
     for step in status["steps"]:
         parts = [step["error"] or ""]
         if step["state"] == "running":
