@@ -19,8 +19,9 @@ from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Silent
 from eyas.spec import StepSpec
-from eyas.store import shard
+from eyas.store.shard import Shard
 from eyas.store.store import FeatureStore
+from eyas.store.writer import write
 from eyas.train import step as train
 
 OTHER_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -99,9 +100,9 @@ def prove(graph):
 def rewrite(graph, change, split="train"):
     """Change every sample of the first shard of a split, as a faulty engine would have written it."""
     path = min((graph.root / "answers" / "batches").glob(f"{split}-*.safetensors"))
-    part = shard.Shard(path)
+    part = Shard(path)
     samples = [part.sample(i) for i in range(len(part))]
-    shard.write(path, [change(i, sample, samples) for i, sample in enumerate(samples)])
+    write(path, [change(i, sample, samples) for i, sample in enumerate(samples)])
 
 
 def test_the_chain_of_steps(answered):

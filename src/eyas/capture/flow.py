@@ -26,9 +26,9 @@ from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
-from eyas.store import shard
 from eyas.store.manifest import Quarantined
 from eyas.store.shard import Sample, Shard
+from eyas.store.writer import write
 
 SHARD_BYTES, SHARD_SAMPLES = 256 << 20, 512
 WRITERS = 2
@@ -308,7 +308,7 @@ class Flow:
     def _write(self, split: str, path: Path, ready: list[Proven]) -> None:
         """Write a shard, then delete its captures; on a thread."""
         began = time.perf_counter()
-        shard.write(path, [one.sample for one in ready if one.sample is not None])
+        write(path, [one.sample for one in ready if one.sample is not None])
         for one in ready:
             one.path.unlink(missing_ok=True)
         made = Shard(path)

@@ -6,9 +6,9 @@ from typing import Any
 
 from eyas.capture.contract import Contract
 from eyas.capture.proofs import Proofs, add_counts
-from eyas.store import store
+from eyas.store import store, tend
 from eyas.store.manifest import Quarantined
-from eyas.store.shard import Shard, write
+from eyas.store.shard import Shard
 
 
 def nothing() -> dict[str, Any]:
@@ -20,14 +20,12 @@ def without(shards: Sequence[Shard], keys: set[str], folder: Path) -> list[Shard
     """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out."""
     kept = []
     for part in shards:
-        samples = [i for i, key in enumerate(part.keys) if key not in keys]
-        if len(samples) == len(part):
+        if keys.isdisjoint(part.keys):
             kept.append(part)
-        elif samples:
-            folder.mkdir(exist_ok=True)
-            path = folder / part.path.name
-            write(path, [part.sample(i) for i in samples])
-            kept.append(Shard(path))
+            continue
+        folder.mkdir(exist_ok=True)
+        if rest := tend.without(part, keys, folder / part.path.name):
+            kept.append(rest)
     return kept
 
 

@@ -26,7 +26,8 @@ from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
-from eyas.store import shard
+from eyas.store.sample import Sample
+from eyas.store.writer import write
 
 SPLITS = ("train", "heldout")
 
@@ -112,7 +113,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         progress.advance(_most(work) - said)
         useful = [a for a in answered if len(a.ids) - a.prompt > 1]
         if useful:
-            shard.write(out / "batches" / work.file, [to_sample(a) for a in useful])
+            write(out / "batches" / work.file, [to_sample(a) for a in useful])
         write_json(out / "batches" / f"{work.file}.json", figures(answered))
     too_long = sum(len(rows[split]) - len(fitting[split]) for split in SPLITS)
     versions = {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
@@ -131,14 +132,14 @@ def batches(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
     return [list(ordered[i : i + size]) for i in range(0, len(ordered), size)]
 
 
-def to_sample(answered: Answered) -> shard.Sample:
+def to_sample(answered: Answered) -> Sample:
     """An answered prompt as a sample of the store: the answer is what counts."""
     assert answered.aux is not None
     assert answered.last is not None
     assert answered.argmax is not None
     mask = torch.zeros(len(answered.ids), dtype=torch.bool)
     mask[answered.prompt :] = True
-    return shard.Sample(
+    return Sample(
         key=sample_key(answered.ids, mask.tolist()),
         ids=torch.tensor(answered.ids),
         answer=mask,
