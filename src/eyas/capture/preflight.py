@@ -58,11 +58,13 @@ def require_plugin(
     return first
 
 
-def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int) -> None:
-    """Room for `under_way` bytes of captures under each root, and for `states` bytes where the shards go.
+def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int, tokens: int) -> str:
+    """Room for `under_way` bytes of captures under each root, and for `states` bytes, those of `tokens` tokens, where
+    the shards go. Returns the figures in a line.
 
     Raises UserError: the folder, what is free and what is needed [Model-Optimizer PR 2080, h2o-llmstudio 214].
     """
+    told = [f"{states / max(1, tokens):,.0f} bytes a token, {size(states)} in all"]
     for folder, needed, why in [
         *((root, under_way, "captures on their way") for root in roots),
         (out, states, "the states of this run"),
@@ -71,8 +73,10 @@ def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int)
         if free < needed:
             raise UserError(
                 f"{folder}: {size(free)} are free, {why} need {size(needed)}: free some space"
-                + (", or name another folder in server.captures" if folder in roots else "")
+                + (", or name another folder in server.captures" if folder in roots else ", or set store.codec: fp8")
             )
+        told.append(f"{size(free)} free in {folder}")
+    return ", ".join(told)
 
 
 def size(count: int) -> str:

@@ -1,7 +1,7 @@
 """A sample, and what of it stands in a shard."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -66,6 +66,14 @@ def from_columns(key: str, columns: Mapping[str, torch.Tensor]) -> Sample:
         kept, last = last, last.new_full((len(answer), last.shape[1]), torch.nan)
         last[supervised(answer)] = kept
     return Sample(key, columns["input_ids"].long(), answer, aux, last, columns["argmax"].long())
+
+
+def completed(sample: Sample, other: Sample) -> Sample:
+    """The sample, with rows of `last` that were not kept taken from another capture of the same ids."""
+    if sample.last.shape != other.last.shape or not bool(sample.last.isnan().any()):
+        return sample
+    kept = supervised(sample.answer)[:, None]
+    return replace(sample, last=torch.where(kept, sample.last, other.last.to(sample.last.dtype)))
 
 
 def digest(key: str, columns: Mapping[str, torch.Tensor]) -> bytes:
