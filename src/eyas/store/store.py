@@ -122,6 +122,10 @@ class FeatureStore:
         shard, place = self.locate(index)
         return shard.keys[place], shard.columns(place)
 
+    def nothing(self) -> Columns:
+        """Columns of no tokens."""
+        return {name: column[:0] for name, column in self.columns(0)[1].items()}
+
     def release(self, index: int) -> None:
         """Take the pages of sample `index` out of this process's memory."""
         number = bisect_right(self._starts, index) - 1
