@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from eyas.capture.contract import Contract
+from eyas.progress import Silent
 from eyas.store import tend
 from eyas.store.layout import Layout
 from eyas.store.sample import Sample, place
@@ -62,7 +63,7 @@ def attempt(folder: Path, seed: int, say) -> None:
     create(folder / "a", CONTRACT, paths[:1])
     create(folder / "b", CONTRACT, paths[1:])
     if not (folder / "merged").exists():
-        tend.merge(folder / "merged", [folder / "a", folder / "b"])
+        tend.merge(folder / "merged", [folder / "a", folder / "b"], Silent())
     say("finished")
 
 

@@ -9,6 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.ui.store import commands as store_commands
 
 if TYPE_CHECKING:
     from eyas.config import RunConfig
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(store_commands, name="store")
 RunFile = Annotated[Path, typer.Argument(help="A run file; see recipes/.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[A.B=VALUE]...", help="Single fields of the run file, as train.epochs=3.")

@@ -16,6 +16,7 @@ from eyas.digests import digest_file
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import fsync_folder
+from eyas.progress import Progress, Silent
 from eyas.store import manifest as manifests
 from eyas.store.manifest import Manifest, Quarantined, ShardEntry
 from eyas.store.sample import Columns, Sample
@@ -144,8 +145,10 @@ class FeatureStore:
             self._compared[index] = 1
         return shard, place
 
-    def verify(self) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Read everything; return a line for each damaged sample and each unusable file."""
+        progress = progress or Silent()
+        progress.total(sum(entry.bytes for entry in self.entries), "bytes")
         problems = []
         if digest_file(self._index_file) != self._index_digest:
             problems.append(f"{self._index_file}: damaged")
@@ -156,6 +159,7 @@ class FeatureStore:
                 problems.append(str(error))
             else:
                 problems += [f"{self.folder / entry.file}: sample {key} is damaged" for key in damaged]
+            progress.advance(entry.bytes)
         return problems
 
     def shard(self, index: int) -> Shard:

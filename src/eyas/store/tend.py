@@ -6,12 +6,13 @@ Each ends in one atomic act, the replacing of a manifest or the renaming of a fo
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
 from eyas.files import fsync_folder
+from eyas.progress import Progress
 from eyas.store import manifest as manifests
 from eyas.store.layout import Layout
 from eyas.store.manifest import Quarantined
@@ -21,6 +22,22 @@ from eyas.store.writer import write_columns
 
 PADDED = 32
 """Samples of the batches that `stats` compares with."""
+
+
+def find(place: Path) -> list[Path]:
+    """The stores in `place`: itself, or all below it, as in a run folder. Raises UserError where there is none."""
+    if (place / manifests.NAME).is_file():
+        return [place]
+    found = sorted({path.parent for path in place.rglob(manifests.NAME)} - {place})
+    found = [folder for folder in found if not folder.name.startswith(".")]
+    if not found:
+        raise UserError(f"{place}: no feature store here or below ({manifests.NAME} is missing)")
+    return found
+
+
+def verify(folder: Path, progress: Progress) -> list[str]:
+    """Read everything of a store; a line for each damaged sample and each unusable file."""
+    return FeatureStore.open(folder).verify(progress)
 
 
 def stats(folder: Path) -> dict[str, Any]:
@@ -64,7 +81,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def repair(folder: Path) -> dict[str, Any]:
+def repair(folder: Path, progress: Progress) -> dict[str, Any]:
     """Take damaged samples out of a store; each becomes a tombstone in the manifest, to be captured again.
 
     A shard that holds some is written anew beside the others, without them. Returns `damaged` (keys), `lost` (samples
@@ -72,6 +89,7 @@ def repair(folder: Path) -> dict[str, Any]:
     """
     manifest = manifests.read(folder)
     entries, lengths, damaged, lost = [], [], [], 0
+    progress.total(sum(entry.bytes for entry in manifest.shards), "bytes")
     for number, entry in enumerate(manifest.shards):
         try:
             shard = Shard(folder / entry.file)
@@ -79,6 +97,7 @@ def repair(folder: Path) -> dict[str, Any]:
             lost += entry.samples
             continue
         bad = set(shard.verify())
+        progress.advance(entry.bytes)
         damaged += sorted(bad)
         file = entry.file
         if bad:
@@ -96,7 +115,7 @@ def repair(folder: Path) -> dict[str, Any]:
     return {"damaged": damaged, "lost": lost, "kept": len(lengths)}
 
 
-def merge(out: Path, sources: Sequence[Path], said: Callable[[str], None] = lambda _: None) -> dict[str, int]:
+def merge(out: Path, sources: Sequence[Path], progress: Progress) -> dict[str, int]:
     """Make `out` the store of all samples of `sources`, in order; a key that came before is left out.
 
     Shards enter by hard link, unless some of their samples came before. Returns `samples` and `duplicates`. Raises
@@ -110,6 +129,7 @@ def merge(out: Path, sources: Sequence[Path], said: Callable[[str], None] = lamb
         store.contract.require_equal(first, str(store.folder))
         if store.contract.dtype != first.dtype:
             raise UserError(f"{store.folder}: states in {store.contract.dtype}, those before in {first.dtype}")
+    progress.total(sum(entry.bytes for store in stores for entry in store.entries), "bytes")
     aside = out.parent / f".{out.name}.merging"
     shutil.rmtree(aside, ignore_errors=True)
     pieces = aside / "pieces"
@@ -120,10 +140,10 @@ def merge(out: Path, sources: Sequence[Path], said: Callable[[str], None] = lamb
     duplicates = 0
     for store in stores:
         for number, entry in enumerate(store.entries):
-            said(f"{store.folder / entry.file}")
             shard = store.shard(number)
             if bad := shard.verify():
                 raise UserError(f"{shard.path}: sample {bad[0]} is damaged: `eyas store repair {store.folder}`")
+            progress.advance(entry.bytes)
             again = seen.intersection(shard.keys)
             seen |= set(shard.keys)
             duplicates += len(again)

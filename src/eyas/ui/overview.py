@@ -10,12 +10,12 @@ from eyas.plan.digests import Plan
 from eyas.plan.durations import Estimate
 from eyas.plan.forecast import Forecast
 from eyas.plan.schedule import State
-from eyas.run import lock, outputs, process
+from eyas.run import lock, outputs, process, retention
 from eyas.run.expected import here
 from eyas.run.folder import RunFolder, StepFolder
 from eyas.run.machine import machine
 from eyas.run.protocol import printable
-from eyas.ui.text import amount, duration
+from eyas.ui.text import amount, duration, size
 
 
 def planned(folder: Path, plan: Plan, resolved: dict[str, Any] | None = None) -> str:
@@ -98,7 +98,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     owner = lock.owner(folder)
     runner = {"pid": owner.get("pid"), "host": owner.get("host"), "running": process.alive(owner)}
     steps = [_status(name, step) for name, step in run.steps().items()]
-    return {"run": str(folder), "runner": runner, "steps": steps}
+    return {"run": str(folder), "runner": runner, "steps": steps, "states": retention.taken(folder)}
 
 
 def _status(name: str, step: StepFolder) -> dict[str, Any]:
@@ -142,4 +142,7 @@ def as_text(status: dict[str, Any]) -> str:
             parts.append(step["milestone"])
         text = printable(", ".join(part for part in parts if part))
         lines.append(f"{step['step']:12}  {step['state']:8}  {duration(step['seconds']):>12}  {text}".rstrip())
+    if status["states"]:
+        held = ", ".join(f"{size(taken)} of {step}" for step, taken in status["states"].items())
+        lines.append(f"states on disk: {held} (`eyas store rm {status['run']}` frees them)")
     return "\n".join(lines)
