@@ -281,3 +281,17 @@ def test_a_sample_damaged_after_the_proofs_is_not_trained_on(answered):
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"sample \w+ is damaged"):
         answered.run("train", train.run, "target", "capture", "vocabulary")
+
+
+def test_fp8_features_are_coded_after_they_are_proven(answered):
+    answered.config["store"]["codec"] = "fp8"
+    proven = prove(answered)
+    assert proven["quarantined"] == 0
+    store = FeatureStore.open(answered.root / "capture" / "train")
+    assert store.contract.dtype == "float8_e4m3fn"
+    assert store.verify() == []
+    assert bool(store.sample(0).last[0].isnan().all())
+    assert FeatureStore.open(answered.root / "capture" / "heldout").contract.dtype == "float32"
+    assert {path.name for path in (answered.root / "capture").iterdir() if path.is_dir()} == {"train", "heldout"}
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    assert answered.run("train", train.run, "target", "capture", "vocabulary")["loss"] > 0

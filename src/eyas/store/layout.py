@@ -82,7 +82,6 @@ class Layout:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        assert self.places, "a shard holds at least one sample"
         assert self.dtype in STATES
         keys = [place.key for place in self.places]
         assert len(set(keys)) == len(keys), "a sample key occurs twice"
@@ -127,6 +126,14 @@ class Layout:
         rows = self.rows(name, index)
         row = dtype.itemsize * (shape[1] if len(shape) == 2 else 1)
         return first + rows.start * row, (rows.stop - rows.start) * row
+
+    def allocate(self, pin: bool) -> dict[str, torch.Tensor]:
+        """Columns for all samples, uninitialised, in host memory; `pin`: page-locked."""
+        return {
+            name: torch.empty(shape, dtype=dtype, pin_memory=pin)
+            for name, (_, dtype, shape) in self.tensors.items()
+            if name in self.columns
+        }
 
     @property
     def columns(self) -> list[str]:

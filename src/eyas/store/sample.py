@@ -76,10 +76,14 @@ def completed(sample: Sample, other: Sample) -> Sample:
     return replace(sample, last=torch.where(kept, sample.last, other.last.to(sample.last.dtype)))
 
 
+def begin_digest(key: str, aux: torch.Tensor) -> xxhash.xxh3_128:
+    """What the digest of a sample begins with: its key, its length, dtype and width."""
+    return xxhash.xxh3_128(f"{key} {tuple(aux.shape)} {NAMES[aux.dtype]} ".encode())
+
+
 def digest(key: str, columns: Mapping[str, torch.Tensor]) -> bytes:
-    """Digest of a sample: its key, its length, dtype and width, then the bytes of all its tensors in file order."""
-    aux = columns["aux"]
-    state = xxhash.xxh3_128(f"{key} {tuple(aux.shape)} {NAMES[aux.dtype]} ".encode())
+    """Digest of a sample: `begin_digest`, then the bytes of all its tensors in file order."""
+    state = begin_digest(key, columns["aux"])
     for tensor in columns.values():
         state.update(raw(tensor))
     return state.digest()

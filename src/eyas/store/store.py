@@ -115,35 +115,26 @@ class FeatureStore:
         Its digest is compared when it is first read. Raises UserError that names the shard: missing, damaged, or
         another one than the manifest says.
         """
-        shard, place = self.locate(index)
+        shard, place = self.where(index)
+        if not self._compared[index] and not shard.is_whole(place):
+            raise _damaged(shard, place)
+        self._compared[index] = 1
         return shard.sample(place)
 
-    def columns(self, index: int) -> tuple[str, Columns]:
-        """Sample `index` as it stands in its shard, undecoded: its key, and views. Otherwise as `sample`."""
-        shard, place = self.locate(index)
-        return shard.keys[place], shard.columns(place)
+    def read(self, index: int, into: Columns) -> None:
+        """Copy sample `index`, undecoded, into tensors of its shapes (`where(index)` tells them). Otherwise as
+        `sample`."""
+        shard, place = self.where(index)
+        if not shard.read(place, into, compare=not self._compared[index]):
+            raise _damaged(shard, place)
+        self._compared[index] = 1
 
-    def nothing(self) -> Columns:
-        """Columns of no tokens."""
-        return {name: column[:0] for name, column in self.columns(0)[1].items()}
-
-    def release(self, index: int) -> None:
-        """Take the pages of sample `index` out of this process's memory."""
-        number = bisect_right(self._starts, index) - 1
-        if number in self._opened:
-            self._opened[number].release(index - self._starts[number])
-
-    def locate(self, index: int) -> tuple[Shard, int]:
-        """The shard of sample `index`, and its number there; the sample is whole."""
+    def where(self, index: int) -> tuple[Shard, int]:
+        """The shard of sample `index`, and its number there. Raises UserError: no such shard."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect_right(self._starts, index) - 1
-        shard, place = self.shard(number), index - self._starts[number]
-        if not self._compared[index]:
-            if not shard.is_whole(place):
-                raise UserError(f"{shard.path}: sample {shard.keys[place]} is damaged: restore it or capture again")
-            self._compared[index] = 1
-        return shard, place
+        return self.shard(number), index - self._starts[number]
 
     def verify(self, progress: Progress | None = None) -> list[str]:
         """Read everything; return a line for each damaged sample and each unusable file."""
@@ -178,6 +169,10 @@ class FeatureStore:
         if len(self._opened) > OPENED:
             self._opened.popitem(last=False)
         return shard
+
+
+def _damaged(shard: Shard, place: int) -> UserError:
+    return UserError(f"{shard.path}: sample {shard.keys[place]} is damaged: restore it or capture again")
 
 
 def _require_kind(shard: Shard, contract: Contract) -> None:

@@ -42,6 +42,7 @@ class ShardWriter:
 
         `aside`: the name while it is in progress, where it is not to be reopened.
         """
+        assert layout.places, "a shard holds at least one sample"
         aside = aside or partial(path)
         torn = path.with_name(f".{path.name}.{os.getpid()}.head.partial")
         try:

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from eyas.draft.unroll import Packed
 from eyas.store import codec
 from eyas.store.codec import FP8
-from eyas.store.layout import supervised
+from eyas.store.layout import Layout, supervised
 from eyas.store.sample import Columns
 from eyas.store.store import FeatureStore
 from eyas.train.packing import Batch
@@ -30,23 +30,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one rank gets of one step, in host memory: its samples one after another, undecoded.
-
-    `columns`: as in a shard, concatenated. `starts` int64 [B+1]: the first token of each sample and the number of all;
-    `kept` int64 [S]: the tokens whose last states are there.
-    """
+    """What one rank gets of one step, in host memory: its samples one after another, undecoded, as in a shard."""
 
     step: int
-    keys: list[str]
+    layout: Layout
     columns: Columns
-    starts: torch.Tensor
-    kept: torch.Tensor
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the samples, in order."""
+        return [place.key for place in self.layout.places]
 
 
 class Steps(IterableDataset[Rows]):
     """The steps of a plan, from step `first` on: what `rank` of `world` gets of each.
 
-    A step with fewer samples than ranks gives some ranks none (`starts` is [0]). `pin`: into page-locked memory, from
+    A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from
     which a GPU copies beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states
     through /dev/shm: `ahead` reads on a thread. Raises UserError where a sample is damaged.
     """
@@ -62,6 +61,7 @@ class Steps(IterableDataset[Rows]):
     ) -> None:
         assert 0 <= rank < world
         self._store, self._plan, self._first = store, plan, first
+        self._kind = store.contract.hidden_size, getattr(torch, store.contract.dtype)
         self._rank, self._world, self._pin = rank, world, pin
 
     def __len__(self) -> int:
@@ -76,26 +76,13 @@ class Steps(IterableDataset[Rows]):
             yield self._read(step, samples)
 
     def _read(self, step: int, samples: Sequence[int]) -> Rows:
-        """Copy the samples side by side, then give their pages back."""
-        found = [self._store.columns(i) for i in samples]
-        lengths = [len(columns["input_ids"]) for _, columns in found]
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        kept = [start + _kept(columns) for start, (_, columns) in zip(starts.tolist(), found, strict=False)]
-        parts = [columns for _, columns in found] or [self._store.nothing()]
-        joined = {name: self._join([columns[name] for columns in parts]) for name in parts[0]}
-        for i in samples:
-            self._store.release(i)
-        kept_T = torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
-        return Rows(step, [key for key, _ in found], joined, starts, kept_T)
-
-    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        shape = (sum(map(len, parts)), *parts[0].shape[1:])
-        joined = torch.empty(shape, dtype=parts[0].dtype, pin_memory=self._pin)
-        first = 0
-        for part in parts:
-            joined[first : first + len(part)].view(torch.uint8).copy_(part.view(torch.uint8))
-            first += len(part)
-        return joined
+        """Read the samples side by side, in the form of a shard of their own."""
+        found = [self._store.where(i) for i in samples]
+        layout = Layout([shard.place(index) for shard, index in found], *self._kind)
+        columns = layout.allocate(self._pin)
+        for number, sample in enumerate(samples):
+            self._store.read(sample, {name: columns[name][layout.rows(name, number)] for name in columns})
+        return Rows(step, layout, columns)
 
 
 def share(samples: Sequence[int], lengths: Sequence[int], rank: int, world: int) -> list[int]:
@@ -129,15 +116,19 @@ def to_batch(rows: Rows, device: torch.device, dtype: torch.dtype) -> Batch:
     if aux.dtype == FP8:
         aux = codec.decode(aux, there["aux_scale"], dtype)
         last = codec.decode(last, there["last_scale"], dtype)
-    if len(rows.kept) < len(aux):
-        some, last = last, torch.full((len(aux), last.shape[1]), torch.nan, device=device, dtype=dtype)
-        last[rows.kept.to(device)] = some.to(dtype)
-    packed = Packed(there["input_ids"].long(), there["loss_mask"].bool(), rows.starts.to(device))
+    if len(last) < len(aux):
+        kept, some = _kept(rows), last
+        last = torch.full((len(aux), some.shape[1]), torch.nan, device=device, dtype=dtype)
+        last[kept.to(device)] = some.to(dtype)
+    starts = torch.tensor(rows.layout.offsets, device=device)
+    packed = Packed(there["input_ids"].long(), there["loss_mask"].bool(), starts)
     return Batch(packed, aux.to(dtype), last.to(dtype), there["argmax"].long())
 
 
-def _kept(columns: Columns) -> torch.Tensor:
-    """Positions of a sample at which `last` is there: int64 [s]."""
-    answer = columns["loss_mask"].bool()
-    everywhere = len(columns["last"]) == len(answer)
-    return torch.arange(len(answer)) if everywhere else supervised(answer).nonzero().flatten()
+def _kept(rows: Rows) -> torch.Tensor:
+    """The tokens whose last states are there: bool [T]."""
+    parts = []
+    for number, place in enumerate(rows.layout.places):
+        answer = rows.columns["loss_mask"][rows.layout.rows("loss_mask", number)].bool()
+        parts.append(torch.ones_like(answer) if place.kept == place.tokens else supervised(answer))
+    return torch.cat(parts)
