@@ -96,12 +96,14 @@ def run(
 def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
     """Show what `eyas run` would do: which steps are finished, which would run, and why. Nothing is started."""
     from eyas.run import keep
+    from eyas.ui.budget import budget
     from eyas.ui.overview import planned
 
     config, make = _plan(runfile, overrides)
     folder = runs / config.name
     choice = keep.choose(folder, make)
-    print(planned(folder, choice.undecided, config.model_dump(mode="json")))
+    rows = planned(folder, choice.undecided, config.model_dump(mode="json"))
+    print("\n".join([rows, *budget(folder, config, choice.undecided)]))
     if choice.open:
         print(_changed(choice))
 

@@ -10,9 +10,10 @@ from collections import namedtuple
 import pytest
 import torch
 
+from eyas import room
 from eyas.bench import again, baseline
 from eyas.bench import served as bench
-from eyas.capture import flow, preflight, served
+from eyas.capture import flow, served
 from eyas.capture.witness import Witness
 from eyas.config import parse
 from eyas.decode import replay
@@ -358,7 +359,7 @@ def test_too_little_room_is_found_before_the_run(steps, monkeypatch):
     monkeypatch.setattr("eyas.capture.preflight.shutil.disk_usage", lambda path: usage(0, 0, 1000))
     with pytest.raises(UserError, match=r"root: 1000 bytes are free, captures on their way need \d+\.\d KiB: free"):
         steps.capture()
-    assert [preflight.size(n) for n in (1, 2048, 3 << 20, 5 << 29)] == ["1 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
+    assert [room.size(n) for n in (1, 2048, 3 << 20, 5 << 29)] == ["1 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
 
 
 def test_room_is_wanted_only_for_what_is_left(steps, fake, monkeypatch):

@@ -18,6 +18,7 @@ from eyas.engines.sglang.server import Endpoint
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import read_json
+from eyas.room import size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 REMEDY = "start the server with the lines that `eyas plugin` prints, or let eyas launch it"
@@ -77,14 +78,6 @@ def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int,
             )
         told.append(f"{size(free)} free in {folder}")
     return ", ".join(told)
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):,.1f} {unit}"
-    return f"{count} bytes"
 
 
 def require_equal_ranks(endpoint: Endpoint, about: ServerInfo, request: Request, vocab_size: int) -> None:

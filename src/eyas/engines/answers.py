@@ -25,6 +25,7 @@ from eyas.engines.layers import resolve
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
+from eyas.room import free, size, token_bytes
 from eyas.spec import StepSpec
 from eyas.store.sample import Sample
 from eyas.store.writer import write
@@ -95,6 +96,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     ]
     (out / "batches").mkdir(exist_ok=True)
     finished = [work for work in works if (out / "batches" / f"{work.file}.json").is_file()]
+    progress.milestone(require_room(out, [work for work in works if work not in finished], loaded.info.hidden_size))
     # Answers mostly run into their limit; the total is what they would have if all did.
     progress.total(sum(map(_most, works)), "tokens", sum(map(_most, finished)))
     for work in works:
@@ -118,6 +120,21 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     too_long = sum(len(rows[split]) - len(fitting[split]) for split in SPLITS)
     versions = {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
     return totals(out, works) | {"too_long": too_long} | versions
+
+
+def require_room(out: Path, works: Sequence[Work], hidden: int) -> str:
+    """Say what the states will take and what is free, before any is written. How long answers are is not known yet:
+    refused is what cannot fit even with the shortest. Raises UserError."""
+    least = most = 0
+    for work in works:
+        each = token_bytes(hidden, str(work.dtype).removeprefix("torch."))
+        prompts = sum(map(len, work.prompts))
+        least += each * (prompts + 2 * len(work.prompts))
+        most += each * (prompts + work.max_new_tokens * len(work.prompts))
+    told = f"states: at least {size(least)}, at most {size(most)}; {size(free(out))} free in {out}"
+    if least > free(out):
+        raise UserError(f"{told}: free some space, take fewer prompts, or another folder with --runs")
+    return told
 
 
 def read_rows(path: Path) -> list[list[int]]:

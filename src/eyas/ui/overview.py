@@ -10,12 +10,13 @@ from eyas.plan.digests import Plan
 from eyas.plan.durations import Estimate
 from eyas.plan.forecast import Forecast
 from eyas.plan.schedule import State
+from eyas.room import size
 from eyas.run import lock, outputs, process, retention
 from eyas.run.expected import here
 from eyas.run.folder import RunFolder, StepFolder
 from eyas.run.machine import machine
 from eyas.run.protocol import printable
-from eyas.ui.text import amount, duration, size
+from eyas.ui.text import amount, duration
 
 
 def planned(folder: Path, plan: Plan, resolved: dict[str, Any] | None = None) -> str:

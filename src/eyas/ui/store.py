@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from eyas.room import size
+
 commands = typer.Typer(help="Look after captured states on disk.", no_args_is_help=True, rich_markup_mode=None)
 Place = Annotated[
     Path, typer.Argument(metavar="STORE|RUN", help="A store's folder, or a run folder.", show_default=False)
@@ -22,8 +24,6 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List the stores with their shards, or all samples."""
-    from eyas.ui.text import size
-
     found = {str(folder): (_tend().samples if samples else _tend().shards)(folder) for folder in _find(place)}
     if as_json:
         return print(json.dumps(found, indent=1))
@@ -85,7 +85,6 @@ def rm(place: Place) -> None:
     """Delete stores; of a run: all states, while its figures and drafts stay."""
     from eyas.run import retention
     from eyas.run.faults import plain_errors
-    from eyas.ui.text import size
 
     with plain_errors(place):
         if (place / "plan.json").is_file():
@@ -96,8 +95,6 @@ def rm(place: Place) -> None:
 
 
 def _lines(found: dict[str, Any]) -> Iterable[str]:
-    from eyas.ui.text import size
-
     for folder, about in found.items():
         contract, lengths = about["contract"], about["lengths"]
         yield folder

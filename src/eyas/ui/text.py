@@ -49,11 +49,3 @@ def outlook(found: Forecast) -> str:
     sure = "a guess, from little history" if found.guess else "in 9 of 10 runs"
     left = f"{duration(found.seconds)} left ({duration(found.low)} to {duration(found.high)}, {sure})"
     return f"{left}: {' → '.join(found.chain)}"
-
-
-def size(count: float) -> str:
-    """`512 bytes`, `3.4 MiB`, `1,204.0 GiB`."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):,.1f} {unit}"
-    return f"{count:.0f} bytes"
