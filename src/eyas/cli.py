@@ -9,6 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.ui.store import commands as store_commands
 
 if TYPE_CHECKING:
     from eyas.config import RunConfig
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(store_commands, name="store")
 RunFile = Annotated[Path, typer.Argument(help="A run file; see recipes/.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[A.B=VALUE]...", help="Single fields of the run file, as train.epochs=3.")
@@ -94,12 +96,14 @@ def run(
 def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
     """Show what `eyas run` would do: which steps are finished, which would run, and why. Nothing is started."""
     from eyas.run import keep
+    from eyas.ui.budget import budget
     from eyas.ui.overview import planned
 
     config, make = _plan(runfile, overrides)
     folder = runs / config.name
     choice = keep.choose(folder, make)
-    print(planned(folder, choice.undecided, config.model_dump(mode="json")))
+    rows = planned(folder, choice.undecided, config.model_dump(mode="json"))
+    print("\n".join([rows, *budget(folder, config, choice.undecided)]))
     if choice.open:
         print(_changed(choice))
 

@@ -201,6 +201,17 @@ class Capture(Section):
         return value
 
 
+class Store(Section):
+    """How captured states are kept (docs/store.md)."""
+
+    codec: Literal["bf16", "fp8"] = "bf16"
+    """Of the training features. bf16: as they were captured (`capture.dtype`), without loss; fp8: in half the bytes."""
+    shard_mib: int = Field(default=1024, ge=1)
+    """Size of the files; one larger sample has a file of its own."""
+    keep: Literal["always", "until_verified"] | Annotated[int, Field(ge=0)] = "always"
+    """Until when the states of a finished run are kept; a number: days."""
+
+
 class Draft(Section):
     """The EAGLE-3 layer."""
 
@@ -298,6 +309,7 @@ class RunConfig(Section):
     prompts: Prompts = Prompts()
     answers: Answers = Answers()
     capture: Capture = Capture()
+    store: Store = Store()
     draft: Draft = Draft()
     train: Train = Train()
     decode: Decode = Decode()

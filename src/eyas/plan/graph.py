@@ -14,7 +14,7 @@ from eyas.digests import digest_file, digest_sampled
 from eyas.errors import UserError
 
 SERVICE = "eyas.engines.sglang.service:"
-INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"})}
+INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"}), "store": frozenset({"keep"})}
 """Fields that change how a step comes to its output, not the output: editing them runs nothing again."""
 PILOT = "pilot-"
 PILOTED = (
@@ -182,7 +182,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         leases=lease,
     )
     steps["capture"] = replace(
-        steps["capture"], entry="eyas.capture.served:run", sections=server_sections, leases=lease
+        steps["capture"], entry="eyas.capture.served:run", sections=(*server_sections, "store"), leases=lease
     )
     # An existing server is not ours to start with a draft: then nothing is served, and the verdict says so.
     if measured := config.server.url is None:
@@ -305,7 +305,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "capture",
             "eyas.capture.step:run",
             needs=("target", "answers"),
-            sections=("target", "engine", "answers", "capture"),
+            sections=("target", "engine", "answers", "capture", "store"),
             resources=cpu,
             work=rows,
         ),

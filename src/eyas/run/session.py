@@ -10,7 +10,7 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.plan.digests import Plan
-from eyas.run import expected, lock
+from eyas.run import expected, lock, retention
 from eyas.run.executor import FINISHED, STOPPED, Executor
 from eyas.run.faults import IN_A_RUN, plain_errors
 from eyas.run.folder import RunFolder
@@ -55,13 +55,13 @@ def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher, ho
                 outcome = OUTCOMES.get(code, "failed")
                 views = list(executor.views.values())
                 # The next runner waits for the folder, and writes all that is written at the end.
-                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, started)
+                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, started, resolved)
             finally:
                 journal.end(outcome)
-    return Outcome(code, time.time() - started, views, notes)
+    return Outcome(code, time.time() - started, views, [*notes, *retention.expire(folder.parent)])
 
 
-def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> list[str]:
+def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float, resolved: dict[str, Any]) -> list[str]:
     results = {view.name: view.folder.result() for view in views if view.state == "finished"}
     versions = run.versions(results)
     write_json(run.path / "versions.json", versions)
@@ -74,7 +74,10 @@ def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> 
             if planned.step.product:
                 run.link_draft(view.folder.out)
         run.prune(plan)
-    return report(run.path, strict=False)
+    notes = report(run.path, strict=False)
+    if all(view.state == "finished" for view in views) and (done := retention.after_success(run, resolved)):
+        notes.append(done)
+    return notes
 
 
 def report(folder: Path, strict: bool = True) -> list[str]:

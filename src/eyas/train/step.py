@@ -23,6 +23,7 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
+from eyas.train.data import Steps, ahead, to_batch
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import pack, plan
 
@@ -69,10 +70,9 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
     recent: list[Step] = []
     began, first = time.monotonic(), trainer.number
-    for number in range(trainer.number, len(batches)):
-        samples = [store.sample(i) for i in batches[number]]
-        recent.append(trainer.step(pack(samples, device, torch.float32), _names(samples)))
-        progress.advance(tokens[number])
+    for rows in ahead(Steps(store, batches, trainer.number, pin=device.type == "cuda")):
+        recent.append(trainer.step(to_batch(rows, device, torch.float32), _names(rows.keys)))
+        progress.advance(tokens[rows.step])
         if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
             said = sum(tokens[: trainer.number])
             progress.metric(
@@ -156,5 +156,5 @@ def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress, curve
     write_json(curve, [*before, {"tokens": tokens, "accept_length": figures["accept_length"]}])
 
 
-def _names(samples: list[Any]) -> str:
-    return ", ".join(sample.key[:12] for sample in samples[:5]) + (" …" if len(samples) > 5 else "")
+def _names(keys: list[str]) -> str:
+    return ", ".join(key[:12] for key in keys[:5]) + (" …" if len(keys) > 5 else "")

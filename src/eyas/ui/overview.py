@@ -13,7 +13,8 @@ from eyas.plan.digests import Plan
 from eyas.plan.durations import Estimate
 from eyas.plan.forecast import Forecast
 from eyas.plan.schedule import State
-from eyas.run import lock, outputs, process
+from eyas.room import size
+from eyas.run import lock, outputs, process, retention
 from eyas.run.expected import here
 from eyas.run.folder import RunFolder, StepFolder, read_or_empty
 from eyas.run.machine import machine
@@ -110,7 +111,13 @@ def read_status(folder: Path) -> dict[str, Any]:
     }
     steps = [_status(name, step) for name, step in run.steps().items()]
     ahead = read_ahead(read_or_empty(run.forecast)) if runs else None
-    return {"run": str(folder), "runner": runner, "ahead": asdict(ahead) if ahead else None, "steps": steps}
+    return {
+        "run": str(folder),
+        "runner": runner,
+        "ahead": asdict(ahead) if ahead else None,
+        "steps": steps,
+        "states": retention.taken(folder),
+    }
 
 
 def print_lines(folder: Path) -> None:
@@ -159,4 +166,7 @@ def as_text(status: dict[str, Any]) -> str:
             parts.append(step["milestone"])
         text = printable(", ".join(part for part in parts if part))
         lines.append(f"{step['step']:12}  {step['state']:8}  {duration(step['seconds']):>12}  {text}".rstrip())
+    if status["states"]:
+        held = ", ".join(f"{size(taken)} of {step}" for step, taken in status["states"].items())
+        lines.append(f"states on disk: {held} (`eyas store rm {status['run']}` frees them)")
     return "\n".join(lines)
