@@ -9,6 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.ui import data
 
 if TYPE_CHECKING:
     from eyas.config import RunConfig
@@ -218,6 +219,9 @@ def plugin(
 ) -> None:
     """Put the capture plugin into a folder, for a server that you start yourself."""
     print(importlib.import_module("eyas.engines.sglang.install").install(folder, layers, convention, captures))
+
+
+app.command()(data.prepare)
 
 
 def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Plan]":
