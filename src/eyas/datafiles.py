@@ -43,7 +43,7 @@ def expand(name: str) -> list[str]:
     elif _ON_HUB.fullmatch(name) and kind_or_none(name) is None:
         return [HUB + name]
     else:
-        raise UserError(f"{name}: cannot read the data (No such file or directory)")
+        raise UserError(f"cannot read {name} (No such file or directory)")
     readable = sorted(file for file in found if kind_or_none(file))
     if not readable:
         raise UserError(f"{name}: holds no file that can be read; data are read from {READABLE}")
@@ -68,9 +68,8 @@ def kind_or_none(name: str) -> str | None:
 
 def absolute(name: str) -> str:
     """The same name from any working folder."""
-    if name == BUILTIN or expand(name)[0].startswith(HUB):
-        return name
-    return str(Path(name).expanduser().absolute())
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() or glob.has_magic(name) else name
 
 
 def _shown(path: Path) -> bool:

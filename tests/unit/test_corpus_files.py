@@ -155,7 +155,7 @@ def test_folders_and_globs(tmp_path: Path) -> None:
     assert expand("owner/set") == ["hf:owner/set"]
     assert expand("owner/set:test") == ["hf:owner/set:test"]
     for name, message in [
-        ("missing.txt", "cannot read the data"),
+        ("missing.txt", "cannot read missing.txt"),
         (str(tmp_path / "notes.md"), "data are read from .txt"),
         (str(tmp_path / "*.md"), "holds no file that can be read"),
         (str(tmp_path / "sub/d.parquet.gz"), "data are read from"),

@@ -18,6 +18,24 @@ from typing import Any
 from eyas.corpus.conversation import Conversation, Rejected
 from eyas.errors import UserError
 
+OURS = frozenset(
+    {
+        "conversation",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Arguments of apply_chat_template that are no variables of a template."""
 TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPENER = re.compile(r"<(\w+)>\s*\Z")
 """What opens reasoning at the end of a generation prompt."""
@@ -44,10 +62,13 @@ class Rendered:
 class Template:
     """A tokenizer's chat template, or another one, with its variables.
 
-    Raises UserError: there is none.
+    Raises UserError: there is none; `kwargs` names what is not a variable of the template.
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], text: str | None = None) -> None:
+        taken = sorted(OURS & kwargs.keys())
+        if taken:
+            raise UserError(f"target.chat_template_kwargs: {taken[0]} is set by eyas itself; take it out")
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
         if text is not None:
             self._kwargs["chat_template"] = text
@@ -68,10 +89,13 @@ class Template:
         except Exception as error:
             raise Rejected(REFUSED, line(error)) from error
 
+    def prompt(self, messages: Messages, tools: Any) -> str:
+        """What a server is given to be answered: messages and the generation prompt. Raises Rejected."""
+        return self.render(self._apart(messages), tools, True)
+
     def __call__(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | Rejected]:
         """Each one's texts, at least one, each with at least one stretch; or why there are none."""
-        if self._takes_thoughts:
-            conversations = [_with_thoughts_apart(conversation) for conversation in conversations]
+        conversations = [dataclasses.replace(one, messages=self._apart(one.messages)) for one in conversations]
         wanted = []
         if not self.tagged:
             for conversation in conversations:
@@ -89,6 +113,20 @@ class Template:
             except Rejected as reason:
                 found.append(reason)
         return found
+
+    def _apart(self, messages: Messages) -> list[dict[str, Any]]:
+        """Reasoning at the head of an answer's content moved into its field, where the template has one: no opener
+        comes twice."""
+        apart = []
+        for message in messages:
+            found = (
+                INLINE.match(message["content"]) if self._takes_thoughts and message["role"] == "assistant" else None
+            )
+            if found and "reasoning_content" not in message:
+                content = message["content"][found.end() :]
+                message = {**message, "content": content, "reasoning_content": found[1].strip("\n")}
+            apart.append(dict(message))
+        return apart
 
     def _apply(self, chats: Sequence[Messages], tools: Any, prompt: bool) -> list[str]:
         given = [_with_text_arguments(chat) for chat in chats] if self._as_text else chats
@@ -225,18 +263,6 @@ def _reopened(prompt: str, whole: str, opener: re.Match[str], message: Mapping[s
         if rest.lstrip().startswith(shown):
             return prompt + said + rest.lstrip()
     raise Rejected(NOT_PREFIX, _difference(prompt, whole))
-
-
-def _with_thoughts_apart(conversation: Conversation) -> Conversation:
-    """Reasoning that stands at the head of an answer's content, moved into its field: no opener comes twice."""
-    messages = []
-    for message in conversation.messages:
-        found = INLINE.match(message["content"]) if message["role"] == "assistant" else None
-        if found and "reasoning_content" not in message:
-            content = message["content"][found.end() :]
-            message = {**message, "content": content, "reasoning_content": found[1].strip("\n")}
-        messages.append(message)
-    return dataclasses.replace(conversation, messages=messages)
 
 
 def _with_text_arguments(messages: Messages) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from eyas import datafiles
 from eyas.config import RunConfig
-from eyas.digests import digest_file, digest_sampled
+from eyas.digests import digest_bytes, digest_file, digest_sampled
 from eyas.errors import UserError
 
 SERVICE = "eyas.engines.sglang.service:"
@@ -98,7 +99,7 @@ def _pilot(config: RunConfig) -> bool:
     count = config.prompts.train_limit or 10**9
     if config.prompts.train == "builtin":
         count = min(count, BUILTIN_PROMPTS)
-    elif Path(config.prompts.train).is_file():
+    elif Path(config.prompts.train).suffix in (".txt", ".jsonl") and Path(config.prompts.train).is_file():
         with Path(config.prompts.train).open("rb") as file:
             count = min(count, sum(1 for _ in file))
     small = 0 < PILOT_SHARE * config.pilot.samples <= count
@@ -253,7 +254,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "prompts",
             "eyas.corpus.step:run",
             needs=("target",),
-            sections=("target", "prompts"),
+            sections=("target", "prompts", "data"),
             outside=_prompt_files(config),
         ),
         Step(
@@ -341,11 +342,17 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
     files = {}
     for field in ("train", "heldout"):
         name = getattr(config.prompts, field)
-        if name != "builtin":
-            try:
-                files[name] = digest_file(Path(name))
-            except OSError as error:
-                raise UserError(f"prompts.{field}: cannot read {name} ({error.strerror})") from error
+        if name == datafiles.BUILTIN:
+            continue
+        try:
+            for path in datafiles.expand(name):
+                # Of a data set only the name is known here.
+                hub = path.startswith(datafiles.HUB)
+                files[path] = digest_bytes(path.encode()) if hub else digest_file(Path(path))
+        except OSError as error:
+            raise UserError(f"prompts.{field}: cannot read {error.filename or name} ({error.strerror})") from error
+        except UserError as error:
+            raise UserError(f"prompts.{field}: {error}") from error
     return tuple(files.items())
 
 
