@@ -9,7 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
-from eyas.ui import data
+from eyas.ui import data, regenerate
 
 if TYPE_CHECKING:
     from eyas.config import RunConfig
@@ -222,6 +222,7 @@ def plugin(
 
 
 app.command()(data.prepare)
+app.command()(regenerate.regenerate)
 
 
 def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Plan]":

@@ -1,12 +1,11 @@
 """The first samples of some data as text, token by token: what is supervised, and what are control tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from eyas.corpus import files
 from eyas.corpus.conversation import Rejected
 from eyas.corpus.prepare import found
-from eyas.corpus.shapes import parse, shape
+from eyas.corpus.read import contents
 from eyas.corpus.tokens import Sample
 from eyas.corpus.work import Orders, Worker
 from eyas.errors import UserError
@@ -20,15 +19,11 @@ def preview(names: Sequence[str], orders: Orders, count: int) -> list[dict[str, 
     worker = Worker(orders)
     shown: list[dict[str, Any]] = []
     why = "no rows"
-    for where, value in _rows(found(names)):
-        try:
-            if isinstance(value, Rejected):
-                raise value
-            (samples,) = worker.samples([shape(value)[1]])
-            if isinstance(samples, Rejected):
-                raise samples
-        except Rejected as reason:
-            why = f"{where}: {reason}"
+    for file, line, content in (row for path in found(names) for row in contents(path)):
+        where = f"{file}:{line}"
+        (samples,) = worker.samples([content])
+        if isinstance(samples, Rejected):
+            why = f"{where}: {samples}"
             continue
         shown += [_shown(worker.tokenizer, where, sample) for sample, _ in samples]
         if len(shown) >= count:
@@ -36,18 +31,6 @@ def preview(names: Sequence[str], orders: Orders, count: int) -> list[dict[str, 
     if not shown:
         raise UserError(f"nothing to preview: no row can be used ({why})")
     return shown
-
-
-def _rows(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for path in paths:
-        for block in files.blocks(path):
-            for number, line in block.numbered():
-                try:
-                    values = parse(line, block.text)
-                except Rejected as reason:
-                    values = [reason]
-                for value in values:
-                    yield f"{path}:{number}", value
 
 
 def _shown(tokenizer: Any, where: str, sample: Sample) -> dict[str, Any]:

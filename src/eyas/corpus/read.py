@@ -49,13 +49,11 @@ def read(name: str, split: builtin.Split, limit: int | None = None) -> tuple[lis
     """
     usable: list[Row] = []
     refused: list[Refused] = []
-    for file, line, row in islice(_rows(name, split), limit):
-        try:
-            if isinstance(row, Rejected):
-                raise row
-            usable += questions(row if isinstance(row, Conversation) else shape(row)[1], f"{file}:{line}")
-        except Rejected as reason:
-            refused.append(Refused(file, line, reason.reason, reason.detail))
+    for file, line, content in islice(contents(name, split), limit):
+        if isinstance(content, Rejected):
+            refused.append(Refused(file, line, content.reason, content.detail))
+        else:
+            usable += questions(content, f"{file}:{line}")
     if not usable and not refused:
         raise UserError(f"{name}: holds no prompts; put a prompt on each line, or take the built-in ones (builtin)")
     return usable, refused
@@ -81,8 +79,8 @@ def counted(refused: Sequence[Refused]) -> Counter[str]:
     return Counter(row.reason for row in refused)
 
 
-def _rows(name: str, split: builtin.Split) -> Iterator[tuple[str, int, Any]]:
-    """File, line and content of each row: a conversation, what its JSON says, or why there is none."""
+def contents(name: str, split: builtin.Split = "train") -> Iterator[tuple[str, int, Conversation | Tokens | Rejected]]:
+    """File, line and content of each row of some data, or why it cannot be used. Raises UserError: unreadable."""
     if name == BUILTIN:
         for number, prompt in enumerate(builtin.load(split), start=1):
             message = {"role": "user", "content": prompt.text}
@@ -96,4 +94,11 @@ def _rows(name: str, split: builtin.Split) -> Iterator[tuple[str, int, Any]]:
                 except Rejected as reason:
                     values = [reason]
                 for value in values:
-                    yield path, number, value
+                    yield path, number, _shaped(value)
+
+
+def _shaped(value: Any) -> Conversation | Tokens | Rejected:
+    try:
+        return value if isinstance(value, Rejected) else shape(value)[1]
+    except Rejected as reason:
+        return reason
