@@ -2,43 +2,20 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from eyas.corpus.conversation import Conversation, Rejected, conversation
 from eyas.corpus.template import Template
 from eyas.corpus.tokens import Encoder
+from goldens import GOLDEN, load
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = [
     pytest.param(path.stem, case, id=f"{path.stem}-{case['name']}")
     for path in sorted(GOLDEN.glob("*.json"))
     for case in json.loads(path.read_text())["cases"]
 ]
-
-
-def byte_letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte: itself where it can be printed, else from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-
-
-def load(family: str) -> tuple[Any, dict[str, int], list[int]]:
-    """Tokenizer, ids of its control tokens, and those that end an answer."""
-    about = json.loads((GOLDEN / f"{family}.json").read_text())
-    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in about["control"]])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about["special"])
-    fast.chat_template = (GOLDEN / f"{family}.jinja").read_text()
-    control = {token: 256 + number for number, token in enumerate(about["control"])}
-    return fast, control, [control[token] for token in about["ends"]]
 
 
 def ids_of(text: str, control: dict[str, int]) -> list[int]:
