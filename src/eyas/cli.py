@@ -9,6 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.ui import data, regenerate
 from eyas.ui.store import commands as store_commands
 
 if TYPE_CHECKING:
@@ -367,6 +368,10 @@ def plugin(
 ) -> None:
     """Put the capture plugin into a folder, for a server that you start yourself."""
     print(importlib.import_module("eyas.engines.sglang.install").install(folder, layers, convention, captures))
+
+
+app.command()(data.prepare)
+app.command()(regenerate.regenerate)
 
 
 def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Make]":

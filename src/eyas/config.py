@@ -147,8 +147,15 @@ class Server(Section):
         return value
 
 
+class Data(Section):
+    """How data are read, wherever they are (docs/data.md)."""
+
+    max_rejected: float = Field(default=0.05, ge=0, le=1)
+    """Above this share of rows that cannot be used, the step fails."""
+
+
 class Prompts(Section):
-    """What the target is asked. `builtin`, or a file: .txt (a prompt a line) or .jsonl (`prompt` or `messages`)."""
+    """What the target is asked: `builtin`, or a file, folder, glob or data set of conversations (docs/data.md)."""
 
     train: FileOrName = "builtin"
     heldout: FileOrName = "builtin"
@@ -306,6 +313,7 @@ class RunConfig(Section):
     target: Target
     engine: Engine = Engine()
     server: Server = Server()
+    data: Data = Data()
     prompts: Prompts = Prompts()
     answers: Answers = Answers()
     capture: Capture = Capture()

@@ -1,6 +1,7 @@
 """What is diagnosed: any draft's folder (`eyas diagnose`), or a run whose draft was not accepted as predicted."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from eyas.bench.diagnose import diagnose
 from eyas.bench.evidence import Layers, Row, answered, of_sample, with_states
 from eyas.bench.variants import OWN, Variant, all_of, of_layers, with_embeddings
 from eyas.config import Engine
-from eyas.corpus.read import read
+from eyas.corpus.read import counted, read
 from eyas.corpus.render import Renderer
 from eyas.corpus.step import keep
 from eyas.decode.acceptance import Tally
@@ -66,12 +67,13 @@ def of_folder(
     layers, named = declared_layers(config, info.architecture, info.num_layers), _names_layers(config)
     prompts = prompts or str(recorded.get("prompts", "builtin"))
     tokens = max_new_tokens or min(TOKENS, int(recorded.get("max_new_tokens", TOKENS)))
-    asked, rejected = read(prompts, "heldout", limit or ROWS)
+    asked, refused = read(prompts, "heldout", limit or ROWS)
     render = Renderer(info, recorded.get("chat_template_kwargs", {}))
     context = info.text_config.get("max_position_embeddings")
-    kept = keep(asked, render, context and context - tokens, set(), rejected, progress)
+    counts: Counter[str] = Counter()
+    kept = keep(asked, render, context and context - tokens, set(), counts, progress, refused)
     if not kept:
-        raise UserError(f"{prompts}: no usable prompt ({dict(rejected)})")
+        raise UserError(f"{prompts}: no usable prompt ({dict(counts + counted(refused))})")
     progress.milestone("loading target and draft")
     drafter = load_draft(draft, info, torch.float32, device, anyway=True)
     loaded = InProcessTarget(info, _wanted(layers, info, named), torch.float32, device)
@@ -189,7 +191,7 @@ def _wanted(layers: Layers, info: TargetInfo, named: bool) -> tuple[int, ...]:
 def _otherwise(render: Renderer, asked: list[Any]) -> dict[str, list[list[int]]]:
     """The prompts as a client may send them by mistake, by mistake."""
     found: dict[str, list[list[int]]] = {}
-    for row in asked:
+    for row in (row for row in asked if row.ids is None):
         for label, ids in render.otherwise(row).items():
             found.setdefault(label, []).append(ids)
     return found

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eyas import datafiles
 from eyas.capture.contract import Contract
 from eyas.config import Answers, Prompts, Target
 from eyas.digests import digest_file
@@ -53,7 +54,7 @@ def heldout(spec: StepSpec) -> dict[str, Any]:
     """How the held-out answers came about, so that `eyas replay` gives the run's figure again."""
     prompts, answers = spec.section(Prompts), spec.section(Answers)
     return {
-        "prompts": prompts.heldout if prompts.heldout == "builtin" else str(Path(prompts.heldout).resolve()),
+        "prompts": datafiles.absolute(prompts.heldout),
         "limit": prompts.heldout_limit,
         "max_new_tokens": answers.heldout_max_new_tokens or answers.max_new_tokens,
         "chat_template_kwargs": spec.section(Target).chat_template_kwargs,

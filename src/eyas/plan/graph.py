@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from eyas import datafiles
 from eyas.config import RunConfig
-from eyas.digests import digest_file, digest_sampled
+from eyas.digests import digest_bytes, digest_file, digest_sampled
 from eyas.errors import UserError
 
 SERVICE = "eyas.engines.sglang.service:"
@@ -117,7 +118,7 @@ def _count(config: RunConfig, split: str) -> int:
     count: int = limit or UNKNOWN_COUNT
     if source == "builtin":
         count = min(count, BUILTIN_PROMPTS if split == "train" else BUILTIN_HELDOUT)
-    elif Path(source).is_file():
+    elif Path(source).suffix in (".txt", ".jsonl") and Path(source).is_file():
         with Path(source).open("rb") as file:
             count = min(count, sum(1 for _ in file))
     return count
@@ -290,7 +291,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "prompts",
             "eyas.corpus.step:run",
             needs=("target",),
-            sections=("target", "prompts"),
+            sections=("target", "prompts", "data"),
             outside=_prompt_files(config),
         ),
         Step(
@@ -382,11 +383,17 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
     files = {}
     for field in ("train", "heldout"):
         name = getattr(config.prompts, field)
-        if name != "builtin":
-            try:
-                files[name] = digest_file(Path(name))
-            except OSError as error:
-                raise UserError(f"prompts.{field}: cannot read {name} ({error.strerror})") from error
+        if name == datafiles.BUILTIN:
+            continue
+        try:
+            for path in datafiles.expand(name):
+                # Of a data set only the name is known here.
+                hub = path.startswith(datafiles.HUB)
+                files[path] = digest_bytes(path.encode()) if hub else digest_file(Path(path))
+        except OSError as error:
+            raise UserError(f"prompts.{field}: cannot read {error.filename or name} ({error.strerror})") from error
+        except UserError as error:
+            raise UserError(f"prompts.{field}: {error}") from error
     return tuple(files.items())
 
 
