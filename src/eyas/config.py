@@ -272,8 +272,41 @@ class Bench(Section):
     """Load the plain server once more after the draft's and measure it again, so that a drift is seen."""
     sweep: list[Annotated[int, Field(ge=1, le=16)]] = []
     """Draft tokens a step to weigh beside decode.draft_tokens; the best predicted are measured, a load each."""
-    max_loads: int = Field(default=3, ge=0)
-    """Server loads that the sweep may take, beyond those that the run needs anyway."""
+    max_loads: int = Field(default=10, ge=0)
+    """Server loads that `eyas tune`, or the sweep, may take, beyond those that a run needs anyway."""
+
+
+GOAL = re.compile(r"latency|throughput@([1-9]\d{0,3})")
+
+
+class Tune(Section):
+    """The search for the target's best plain configuration (`eyas tune`; SGLang, launched). `bench` says with which
+    prompts and rounds, and how many loads at most."""
+
+    goal: str = "latency"
+    """`latency` (one request at a time), `throughput@N` (N at a time), or several joined by +, of equal weight."""
+    options: list[str] = []
+    """Only these, by the names of the table that `eyas tune` prints; empty: all that can matter."""
+    lossy: bool = False
+    """Try what may change answers too: the KV cache in fp8."""
+    deadline: float = Field(default=1800.0, gt=0)
+    """Seconds for one trial, its server's start included."""
+
+    @field_validator("goal")
+    @classmethod
+    def _known_goal(cls, value: str) -> str:
+        for part in value.split("+"):
+            if not GOAL.fullmatch(part.strip()):
+                raise ValueError(
+                    f"unknown goal {part.strip()!r}: write latency, throughput@16, or both as latency+throughput@16"
+                )
+        return value
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """Requests under way at once, of each part of the goal."""
+        found = [GOAL.fullmatch(part.strip()) for part in self.goal.split("+")]
+        return sorted({int(match[1] or 1) for match in found if match})
 
 
 class Pilot(Section):
@@ -300,6 +333,7 @@ class RunConfig(Section):
     train: Train = Train()
     decode: Decode = Decode()
     bench: Bench = Bench()
+    tune: Tune = Tune()
     pilot: Pilot = Pilot()
     drafts: list[FileOrName] = []
     """Existing drafts (folders) whose acceptance is predicted before anything is trained."""

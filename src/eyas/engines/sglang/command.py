@@ -1,6 +1,7 @@
 """The command line and the environment of a server."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ CPU_FLAGS: dict[str, Flag] = {
     "sleep-on-idle": True,
     "max-running-requests": 64,
 }
+
+
+PORT = 30000
+"""Of a command to be typed, where the run file names none: SGLang's own default."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,12 @@ def command(config: Server, model: Path, dtype: str, port: int, args: Mapping[st
         else:
             line += [f"--{name}", *values]
     return line
+
+
+def shell(config: Server, model: Path, dtype: str, draft: Draft | None = None) -> str:
+    """The command of a server for a shell, with the run file's environment."""
+    line = command(config, model, dtype, config.port or PORT, flags(config, draft, {}))
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in config.env.items()), shlex.join(line)])
 
 
 def flags(config: Server, draft: Draft | None, extra: Mapping[str, Flag]) -> dict[str, Flag | None]:

@@ -1,0 +1,133 @@
+"""`eyas tune`, whole: machine, space, stand-alone all-reduce, trials, confirmation, outcome."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.bench import workloads
+from eyas.bench.tune import contest, machine
+from eyas.bench.tune.search import FEWEST, Confirmation, Row, choose, confirm, search
+from eyas.bench.tune.space import DEFAULT, FLAGS, Setting, facts, grid_loads, nccl_candidates, space
+from eyas.bench.tune.trial import Trials
+from eyas.config import Bench, Prompts, RunConfig, Server, Target, Tune
+from eyas.digests import digest_json
+from eyas.engines import target as targets
+from eyas.engines.sglang.command import shell
+from eyas.engines.target import TargetInfo
+from eyas.errors import UserError
+from eyas.files import write_json
+from eyas.progress import Progress
+
+RESULT = "tune.json"
+
+
+def run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Tune as a run file says; the outcome, which is also written to tune.json in `folder`. Trials that an earlier call
+    finished there are not made again. Raises UserError: it cannot be tuned, or the default does not serve."""
+    if config.engine.kind != "sglang":
+        raise UserError(f"engine.kind is {config.engine.kind}; tuning is for SGLang: set engine.kind=sglang")
+    target = targets.inspect(config.target.model, progress)
+    found = tune(config.server, target, config.target, config.bench, config.tune, config.prompts, folder, progress)
+    write_json(folder / RESULT, found)
+    return found
+
+
+def tune(
+    config: Server,
+    target: TargetInfo,
+    model: Target,
+    bench: Bench,
+    wanted: Tune,
+    prompts: Prompts,
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The outcome, as docs/seams.md has it. Raises UserError."""
+    require_tunable(config, bench)
+    folder.mkdir(parents=True, exist_ok=True)
+    kwargs = model.chat_template_kwargs
+    asked = workloads.prompts(bench.workloads[0], bench.prompts, target, None, kwargs, prompts.heldout)
+    progress.milestone("looking at the machine and its SGLang")
+    host = machine.read(config, FLAGS)
+    known = facts(host, config, wanted, target.text_config, {})
+    candidates, no_nccl = nccl_candidates(known)
+    factors, left = space(known)
+    played, default, confirmation = None, None, None
+    rows: list[Row] = []
+    trials = Trials(
+        config, target, model.dtype, bench, asked, wanted.concurrencies, wanted.deadline, host.version,
+        folder / "trials", progress,
+    )  # fmt: skip
+    if factors or candidates:
+        played = _contest(config, target, model, wanted, candidates, folder, progress)
+        with trials:
+            default = trials.take(DEFAULT, lambda _: False)
+            if default.failed:
+                trials.forget(DEFAULT)
+                raise UserError(f"the run file's own configuration cannot be measured: {default.failed}")
+            best = played["best"] if played else ()
+            factors, left = space(facts(host, config, wanted, target.text_config, default.served, best))
+            rows = search(default, factors, trials, bench.max_loads)
+            if chosen := choose(rows):
+                confirmation = confirm(chosen.setting, trials, bench.max_loads)
+    winner, why = outcome(rows, confirmation)
+    return {
+        "goal": wanted.goal,
+        "concurrencies": wanted.concurrencies,
+        "machine": host.to_json(),
+        "left_out": [{"name": one.name, "why": one.why} for one in [*no_nccl, *left]],
+        "all_reduce": played,
+        "default": Row("default", DEFAULT, default).to_json() if default else None,
+        "trials": [row.to_json() for row in rows],
+        "confirmation": confirmation.to_json() if confirmation else None,
+        "winner": winner.to_json(),
+        "default_kept": winner == DEFAULT,
+        "why": why,
+        "loads": trials.loads,
+        "grid_loads": grid_loads(factors),
+        "launch": shell(winner.apply(config), target.folder, model.dtype),
+        "run_file": {"server": {"args": dict(winner.flags), "env": dict(winner.env)}},
+    }
+
+
+def outcome(rows: Sequence[Row], confirmation: Confirmation | None) -> tuple[Setting, str]:
+    """The winner and why it is that."""
+    chosen = choose(rows)
+    if not rows:
+        return DEFAULT, "nothing that could be set matters here"
+    if chosen is None or confirmation is None:
+        return DEFAULT, "no setting is measurably faster than the default"
+    if confirmation.why:
+        return DEFAULT, f"{chosen.setting.name}: {confirmation.why}"
+    return chosen.setting, "confirmed in turns with the default, over reloads"
+
+
+def require_tunable(config: Server, bench: Bench) -> None:
+    """Raises UserError: the server is not ours to start, or too few loads are allowed."""
+    if config.url is not None:
+        raise UserError("server.url: a server that runs already cannot be tuned: leave it out, so that eyas starts one")
+    if bench.max_loads < FEWEST:
+        raise UserError(
+            f"bench.max_loads is {bench.max_loads}: tuning takes at least {FEWEST}: the default, one other setting, "
+            "and both once more to confirm it"
+        )
+
+
+def _contest(
+    config: Server,
+    target: TargetInfo,
+    model: Target,
+    wanted: Tune,
+    candidates: Sequence[dict[str, str]],
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    if not candidates:
+        return None
+    dtype = str(target.text_config.get("dtype") or target.text_config.get("torch_dtype") or "bfloat16")
+    dtype = dtype if model.dtype == "auto" else model.dtype
+    group = contest.group(config, target.hidden_size, wanted.concurrencies, dtype, folder)
+    place = (
+        folder / f"allreduce-{digest_json([group.elements, dtype, group.world, group.python, dict(config.env)])[:8]}"
+    )
+    return {"elements": list(group.elements), "dtype": dtype, **contest.play(candidates, group.run, place, progress)}
