@@ -18,10 +18,13 @@ from eyas.bench import measure
 from eyas.bench.measure import Block, Load, Prompt, Request
 from eyas.bench.tune import trial, tune
 from eyas.config import RunConfig, parse
-from eyas.engines.sglang import info
+from eyas.engines import target as targets
+from eyas.engines.sglang import command, info
 from eyas.errors import UserError
+from eyas.files import write_json
 from eyas.progress import Progress, Silent
 from eyas.report.tuned import write_plot
+from eyas.spec import StepSpec
 from eyas.ui import tuned
 
 TESTS = Path(__file__).parents[1]
@@ -172,6 +175,24 @@ def test_nothing_to_try_loads_nothing(tiny_llama: Path, tmp_path: Path, made_up:
     assert found["why"] == "nothing that could be set matters here"
     assert not write_plot(found, tmp_path / "tune.svg")
     assert made_up == []
+
+
+def test_as_a_step_it_gives_every_server_of_the_run_what_it_found(
+    tiny_llama: Path, tmp_path: Path, made_up: list[str]
+) -> None:
+    rules = {"disable-overlap-schedule": 0.5}
+    sections = parse(config(tiny_llama, rules, tune={"options": list(rules)}), "test").model_dump(mode="json")
+    for name in ("target", "tune"):
+        (tmp_path / name).mkdir()
+    targets.run(StepSpec("target", 0, sections, {}), tmp_path / "target", Silent())
+    inputs = {"target": tmp_path / "target"}
+    found = tune.step(StepSpec("tune", 0, sections, inputs), tmp_path / "tune", Silent())
+    write_json(tmp_path / "tune" / "result.json", found)  # as the runner does
+    server = parse({"name": "t", "target": {"model": "m"}, "server": {"args": {"a": 1}, "env": {"B": "2"}}}, "t").server
+    assert command.tuned(server, inputs) == server
+    changed = command.tuned(server, {**inputs, "tune": tmp_path / "tune"})
+    assert changed.args == {"a": 1, "disable-overlap-schedule": True}
+    assert changed.env == {"B": "2"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.bench.measure import Block, Request
-from eyas.bench.tune.search import FEWEST, SPENT, choose, confirm, judge, search
+from eyas.bench.tune.search import SPENT, choose, confirm, judge, search
 from eyas.bench.tune.space import DEFAULT, Factor, Setting
 from eyas.bench.tune.trial import RUNGS, Blocks, Trial, compared
+from eyas.config import TUNING_LOADS
 
 ROUNDS = 2
 
@@ -120,15 +121,15 @@ def test_what_crashes_is_a_row_and_the_search_goes_on() -> None:
 
 def test_with_the_fewest_loads_one_setting_is_tried_and_confirmed() -> None:
     server = Played({"a": 1.5, "b": 2.0}, noise=0.001)
-    rows, won = searched(server, [factor("a"), factor("b")], FEWEST)
+    rows, won = searched(server, [factor("a"), factor("b")], TUNING_LOADS)
     assert rows == [("a 1", None), ("b 1", SPENT)]
     assert won == "a 1"
-    assert server.loads == FEWEST
+    assert server.loads == TUNING_LOADS
 
 
 @given(
     st.lists(st.sampled_from([0.0, 0.8, 1.0, 1.2]), min_size=1, max_size=5),
-    st.integers(FEWEST, 12),
+    st.integers(TUNING_LOADS, 12),
     st.integers(0, 1000),
     st.sampled_from([0.001, 0.05]),
 )

@@ -26,7 +26,7 @@ from eyas.engines import weights
 from eyas.engines.device import pick_device, use_threads
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.answers import answer_of, body
-from eyas.engines.sglang.command import Draft, shell
+from eyas.engines.sglang.command import Draft, shell, tuned
 from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.pool import fan_out
 from eyas.engines.sglang.server import endpoints
@@ -90,7 +90,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
 def launch(spec: StepSpec, target: TargetInfo) -> str:
     """The shell command that serves the target with the exported draft as it was measured."""
     draft = Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
-    return shell(spec.section(Server), target.folder, spec.section(Target).dtype, draft)
+    return shell(tuned(spec.section(Server), spec.inputs), target.folder, spec.section(Target).dtype, draft)
 
 
 def answer_rows(

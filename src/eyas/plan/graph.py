@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from eyas.config import RunConfig
+from eyas.config import RunConfig, require_tunable
 from eyas.digests import digest_file, digest_sampled
 from eyas.errors import UserError
 
@@ -26,6 +26,10 @@ NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
     ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True),
 )  # fmt: skip
 """Of the steps that measure one server: what else is measured does not run them again."""
+ONLY_LOADS: tuple[tuple[str, str, JsonValue], ...] = (
+    ("bench", "sweep", []), ("bench", "again", True), ("bench", "concurrencies", [1]), ("bench", "temperatures", [0.0]),
+)  # fmt: skip
+"""Of the tune step: its goal says what is measured."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -67,7 +71,9 @@ class Step:
 
 
 def build(config: RunConfig) -> tuple[Step, ...]:
-    """The steps of a run file. Raises UserError: a file that it names is missing."""
+    """The steps of a run file. Raises UserError: a file that it names is missing, or there is nothing to tune."""
+    if _tuned(config):
+        require_tunable(config)
     return _served(config) if config.engine.kind == "sglang" else _in_process(config)
 
 
@@ -76,7 +82,7 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     if config.engine.kind != "sglang":
         return ()
     sections = ("target", "engine", "server", "capture")
-    before = ("target", *_twin(config))
+    before = ("target", *_twin(config), *_tuned(config))
     # Needs the twin, so that a large target is loaded only once a tiny one has passed.
     server = Step("server", SERVICE + "serve", needs=before, sections=sections)
     if config.server.url:
@@ -91,6 +97,11 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
 def _twin(config: RunConfig) -> tuple[str, ...]:
     """The twin step, where there is one: an existing server is taken as it is."""
     return ("twin",) if config.server.twin and config.server.url is None else ()
+
+
+def _tuned(config: RunConfig) -> tuple[str, ...]:
+    """The tune step, where the run file states a goal."""
+    return ("tune",) if config.tune.goal is not None else ()
 
 
 def _pilot(config: RunConfig) -> bool:
@@ -147,6 +158,17 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
     steps["twin"] = Step(
         "twin", "eyas.engines.sglang.twin:run", needs=("target",), sections=server_sections, resources=cpu
     )
+    tune = _tuned(config)
+    steps["tune"] = Step(
+        "tune",
+        "eyas.bench.tune.tune:step",
+        needs=("target", *twin),
+        sections=("target", "engine", "server", "prompts", "bench", "tune"),
+        resources=cpu,
+        outside=_prompt_files(config),
+        alone=True,
+        fixed=ONLY_LOADS,
+    )
     steps["doctor"] = Step(
         "doctor",
         "eyas.engines.sglang.doctor:run",
@@ -202,6 +224,9 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             alone=True,
         )
+    for name in ("decode", "sweep"):
+        if name in steps:
+            steps[name] = replace(steps[name], needs=(*steps[name].needs, *tune))
     again = ("again",) if measured and config.bench.again else ()
     sweep = ("sweep",) if measured and config.bench.sweep and config.bench.max_loads else ()
     pilot = ("pilot",) if _pilot(config) else ()
@@ -218,7 +243,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             *pilot,
         ),
     )
-    first = ("target", *twin, "prompts", "doctor")
+    first = ("target", *twin, *tune, "prompts", "doctor")
     last = (
         "answers", "capture", *(("baseline",) * measured), *drafts, "vocabulary", "train", "export", "replay",
         *(("decode",) * measured), *again, *sweep, "verdict",

@@ -64,7 +64,8 @@ def _timed(message: Any, calls: int, repeats: int, cuda: bool) -> list[float]:
         row()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads, such as the watchdog of the process group, may go on asking the device.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             row()
         run = graph.replay
     found = []

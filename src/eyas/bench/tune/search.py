@@ -17,8 +17,6 @@ from eyas.bench.tune.trial import Blocks, Trial, compared
 
 PERIODS = 3
 """Of the confirmation: two of one configuration around one of the other."""
-FEWEST = 1 + 1 + PERIODS - 1
-"""Loads of the default, of one setting, and, its server being up, of both in turn."""
 Ratio = dict[str, float | None]
 NO_RATIO: Ratio = {"ratio": None, "low": None, "high": None}
 SPENT = "bench.max_loads was spent before"

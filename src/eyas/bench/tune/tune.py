@@ -6,10 +6,10 @@ from typing import Any
 
 from eyas.bench import workloads
 from eyas.bench.tune import contest, machine
-from eyas.bench.tune.search import FEWEST, Confirmation, Row, choose, confirm, search
+from eyas.bench.tune.search import Confirmation, Row, choose, confirm, search
 from eyas.bench.tune.space import DEFAULT, FLAGS, Setting, facts, grid_loads, nccl_candidates, space
 from eyas.bench.tune.trial import Trials
-from eyas.config import Bench, Prompts, RunConfig, Server, Target, Tune
+from eyas.config import LATENCY, Bench, Prompts, RunConfig, Server, Target, Tune, require_tunable
 from eyas.digests import digest_json
 from eyas.engines import target as targets
 from eyas.engines.sglang.command import shell
@@ -17,6 +17,7 @@ from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.progress import Progress
+from eyas.spec import StepSpec
 
 RESULT = "tune.json"
 
@@ -24,12 +25,18 @@ RESULT = "tune.json"
 def run(config: RunConfig, folder: Path, progress: Progress) -> dict[str, Any]:
     """Tune as a run file says; the outcome, which is also written to tune.json in `folder`. Trials that an earlier call
     finished there are not made again. Raises UserError: it cannot be tuned, or the default does not serve."""
-    if config.engine.kind != "sglang":
-        raise UserError(f"engine.kind is {config.engine.kind}; tuning is for SGLang: set engine.kind=sglang")
+    require_tunable(config)
     target = targets.inspect(config.target.model, progress)
     found = tune(config.server, target, config.target, config.bench, config.tune, config.prompts, folder, progress)
     write_json(folder / RESULT, found)
     return found
+
+
+def step(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Step entry; starts servers itself. Every server of the run takes the winner's settings (`command.tuned`)."""
+    target = targets.read(spec.inputs["target"])
+    config, model, prompts = spec.section(Server), spec.section(Target), spec.section(Prompts)
+    return tune(config, target, model, spec.section(Bench), spec.section(Tune), prompts, out, progress)
 
 
 def tune(
@@ -43,7 +50,6 @@ def tune(
     progress: Progress,
 ) -> dict[str, Any]:
     """The outcome, as docs/seams.md has it. Raises UserError."""
-    require_tunable(config, bench)
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = model.chat_template_kwargs
     asked = workloads.prompts(bench.workloads[0], bench.prompts, target, None, kwargs, prompts.heldout)
@@ -72,7 +78,7 @@ def tune(
                 confirmation = confirm(chosen.setting, trials, bench.max_loads)
     winner, why = outcome(rows, confirmation)
     return {
-        "goal": wanted.goal,
+        "goal": wanted.goal or LATENCY,
         "concurrencies": wanted.concurrencies,
         "machine": host.to_json(),
         "left_out": [{"name": one.name, "why": one.why} for one in [*no_nccl, *left]],
@@ -100,17 +106,6 @@ def outcome(rows: Sequence[Row], confirmation: Confirmation | None) -> tuple[Set
     if confirmation.why:
         return DEFAULT, f"{chosen.setting.name}: {confirmation.why}"
     return chosen.setting, "confirmed in turns with the default, over reloads"
-
-
-def require_tunable(config: Server, bench: Bench) -> None:
-    """Raises UserError: the server is not ours to start, or too few loads are allowed."""
-    if config.url is not None:
-        raise UserError("server.url: a server that runs already cannot be tuned: leave it out, so that eyas starts one")
-    if bench.max_loads < FEWEST:
-        raise UserError(
-            f"bench.max_loads is {bench.max_loads}: tuning takes at least {FEWEST}: the default, one other setting, "
-            "and both once more to confirm it"
-        )
 
 
 def _contest(

@@ -11,6 +11,7 @@ from eyas.engines.sglang import ship
 from eyas.engines.sglang.kept import MARK
 from eyas.engines.sglang.plugin.protocol import VARIABLE
 from eyas.errors import UserError
+from eyas.files import read_json
 
 CPU_FLAGS: dict[str, Flag] = {
     # This odd trio is right: torch_native alone prefills MLA models wrongly and serves no draft.
@@ -35,6 +36,16 @@ class Draft:
 
     folder: Path
     tokens: int
+
+
+def tuned(config: Server, inputs: Mapping[str, Path]) -> Server:
+    """The run file's server with what the tune step found, for a step or service that needs that step."""
+    if "tune" not in inputs:
+        return config
+    winner = read_json(inputs["tune"] / "result.json")["winner"]
+    return config.model_copy(
+        update={"args": {**config.args, **winner["flags"]}, "env": {**config.env, **winner["env"]}}
+    )
 
 
 def command(config: Server, model: Path, dtype: str, port: int, args: Mapping[str, Flag | None]) -> list[str]:
