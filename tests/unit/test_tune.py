@@ -69,10 +69,6 @@ def run(said: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def starts(folder: Path) -> int:
-    return len(list((folder / "trials").glob("*.json")))
-
-
 def test_the_fastest_wins_and_what_crashes_or_dies_is_a_row(
     tiny_llama: Path, tmp_path: Path, made_up: list[str]
 ) -> None:
@@ -160,6 +156,22 @@ def test_a_trial_that_hangs_is_ended_at_its_deadline(tiny_llama: Path, tmp_path:
     assert made_up == []
 
 
+def test_a_trial_from_its_file_is_not_taken_for_the_server_that_is_up(
+    tiny_llama: Path, tmp_path: Path, made_up: list[str]
+) -> None:
+    """The loser's file is lost, so that its server is up when the winner, whose file is there, is to be confirmed."""
+    rules = {"disable-overlap-schedule": 1.0, "enable-mixed-chunk": 0.5}
+    said = config(tiny_llama, rules, tune={"options": list(rules)})
+    assert run(said, tmp_path)["winner"]["name"] == "enable-mixed-chunk"
+    for path in (tmp_path / "trials").glob("*.json"):
+        record = json.loads(path.read_text())
+        if record["part"] != "search" or record["setting"]["name"] == "disable-overlap-schedule":
+            path.unlink()
+    again = run(said, tmp_path)["confirmation"]
+    assert again["order"] == ["enable-mixed-chunk", "default", "enable-mixed-chunk"]
+    assert again["ratio"]["ratio"] == pytest.approx(2, rel=0.01)
+
+
 def test_where_the_default_does_not_serve_there_is_one_line_and_a_new_try(
     tiny_llama: Path, tmp_path: Path, made_up: list[str]
 ) -> None:
@@ -228,6 +240,7 @@ def test_goals(tiny_llama: Path) -> None:
     assert of("throughput@16 + latency") == [1, 16]
 
 
+@pytest.mark.long
 def test_the_command_survives_a_kill(tiny_llama: Path, tmp_path: Path) -> None:
     """Killed while a trial is measured: the same command ends the server that was left, and goes on."""
     said = config(tiny_llama, {"disable-overlap-schedule": 1.0}, tune={"options": ["disable-overlap-schedule"]})

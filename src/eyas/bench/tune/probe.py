@@ -21,7 +21,7 @@ def main() -> None:
     device, *flags = sys.argv[1:]
     found: dict[str, Any] = {
         "version": version(),
-        "packages": [name for name in ("flashinfer", "sgl_kernel", "flash_mla") if importlib.util.find_spec(name)],
+        "packages": [name for name in ("flashinfer",) if importlib.util.find_spec(name)],
         "unread": unread(flags),
         "gpus": [],
         "topology": "",
@@ -34,9 +34,6 @@ def main() -> None:
             {"name": torch.cuda.get_device_name(i), "capability": list(torch.cuda.get_device_capability(i))}
             for i in range(count)
         ]
-        found["peers"] = all(
-            torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j
-        )
         found["topology"] = topology()
     print(BEGIN + json.dumps(found))
 

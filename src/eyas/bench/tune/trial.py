@@ -13,7 +13,7 @@ from typing import Any
 from eyas.bench import baseline, measure
 from eyas.bench.measure import Block, Load, Prompt
 from eyas.bench.tune.space import FLAGS, Setting
-from eyas.config import Bench, Server
+from eyas.config import Server
 from eyas.digests import digest_json
 from eyas.engines.sglang import info
 from eyas.engines.sglang.http import ServerDied
@@ -27,6 +27,7 @@ RUNGS = (1, 2, 4)
 """Times bench.rounds: how many blocks a figure has before it is looked at again, and at last."""
 ENDING_SECONDS = 3.0
 SAID = tuple(name.replace("-", "_") for name in FLAGS)
+"""Names of the settings that are searched, as a server spells them."""
 Blocks = Mapping[int, Sequence[Block]]
 """Blocks of a server, by requests under way at once."""
 
@@ -76,6 +77,22 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What every trial is asked."""
+
+    prompts: Sequence[Prompt]
+    concurrencies: Sequence[int]
+    rounds: int
+    max_new_tokens: int
+    seconds: float
+    """Until a trial counts as hung."""
+
+    def load(self, concurrency: int) -> Load:
+        """How the prompts are asked at a concurrency."""
+        return Load(concurrency, self.max_new_tokens)
+
+
 class Trials:
     """Measures settings of one target, in `folder`. Use as a context: at its end no server is left."""
 
@@ -84,29 +101,26 @@ class Trials:
         config: Server,
         target: TargetInfo,
         dtype: str,
-        bench: Bench,
-        prompts: Sequence[Prompt],
-        concurrencies: Sequence[int],
-        seconds: float,
         version: str,
+        question: Question,
         folder: Path,
         progress: Progress,
     ) -> None:
-        self._config, self._target, self._dtype, self._bench = config, target, dtype, bench
-        self._prompts, self._concurrencies, self._seconds = prompts, concurrencies, seconds
+        self._config, self._target, self._dtype, self._question = config, target, dtype, question
         self._folder, self._progress = folder, progress
         self._stack = contextlib.ExitStack()
         self._running: Running | None = None
+        self._up: Setting | None = None
         self.last: Setting | None = None
-        """Whose server the latest trial used, and which is up unless the trial came from its file."""
+        """Of the latest trial, unless that failed: whose server is up, if the trial did not come from its file."""
         self.loads = 0
         """Taken by all trials so far, those from files included."""
         server = config.model_dump(mode="json", exclude={"port", "patience", "concurrency"})
         # Whatever could change a figure: a trial that was asked anything else is another one.
         self._asked = {
             "target": target.model_digest, "server": server, "dtype": dtype, "version": version,
-            "prompts": [prompt.ids for prompt in prompts], "concurrencies": list(concurrencies),
-            "rounds": bench.rounds, "max_new_tokens": bench.max_new_tokens,
+            "prompts": [prompt.ids for prompt in question.prompts], "concurrencies": list(question.concurrencies),
+            "rounds": question.rounds, "max_new_tokens": question.max_new_tokens,
         }  # fmt: skip
 
     def __enter__(self) -> "Trials":
@@ -117,7 +131,7 @@ class Trials:
 
     def close(self) -> None:
         """End the server that is up."""
-        self._running = None
+        self._running = self._up = None
         self._stack.close()
 
     def take(self, setting: Setting, enough: Callable[[Blocks], bool], part: str = "search") -> Trial:
@@ -144,7 +158,7 @@ class Trials:
         if not path.exists():
             return None
         said = read_json(path)
-        if said["deadline"] is not None and said["deadline"] < self._seconds:
+        if said["deadline"] is not None and said["deadline"] < self._question.seconds:
             return None  # it may have more time now
         blocks = {int(at): [Block.from_json(one) for one in many] for at, many in said["blocks"].items()}
         rest = (said[key] for key in ("failed", "loads", "start_seconds", "seconds", "served"))
@@ -157,17 +171,15 @@ class Trials:
         failed, over = None, None
         self._progress.milestone(f"{part}: {setting.name}")
         try:
-            with deadline(self._seconds):
-                if self._running is None or self.last != setting:
+            with deadline(self._question.seconds):
+                if self._up != setting:
                     loads = 1
-                    start = self._load(setting)
+                    start, served = self._load(setting)
                 assert self._running is not None
-                if loads:
-                    said = info.ask(self._running.endpoint.url, "/server_info")
-                    served = {name: said.get(name) for name in SAID}
-                self._fill(self._running, blocks, enough)
+                self._fill(self._running.endpoint.url, blocks, enough)
         except (UserError, ServerDied) as error:
-            failed, over = self._why(error, path), self._seconds if isinstance(error, TooLongError) else None
+            failed = self._why(error, path)
+            over = self._question.seconds if isinstance(error, TooLongError) else None
             self.close()
         seconds = round(time.monotonic() - began, 3)
         record = {
@@ -179,28 +191,31 @@ class Trials:
         write_json(path, record)
         return Trial(setting, {} if failed else blocks, failed, loads, start, seconds, served)
 
-    def _load(self, setting: Setting) -> float:
-        """A server of this setting in place of the one that is up; seconds of its start."""
+    def _load(self, setting: Setting) -> tuple[float, dict[str, Any]]:
+        """A server of this setting in place of the one that is up; seconds of its start, and what it says of itself."""
         self.close()
         place = self._folder / "server"
         self._running = self._stack.enter_context(
             started(setting.apply(self._config), self._target.folder, self._dtype, place, self._progress, capture=False)
         )
-        server = measure.SGLang(self._running.endpoint.url, self._target.eos_token_ids, self._target.vocab_size)
-        for concurrency in self._concurrencies:
-            measure.warm_up(server, self._prompts, Load(concurrency, self._bench.max_new_tokens))
-        return self._running.seconds["start"]
+        self._up = setting
+        url = self._running.endpoint.url
+        for concurrency in self._question.concurrencies:
+            measure.warm_up(self._asker(url), self._question.prompts, self._question.load(concurrency))
+        return self._running.seconds["start"], _settings(url)
 
-    def _fill(self, running: Running, blocks: dict[int, list[Block]], enough: Callable[[Blocks], bool]) -> None:
-        server = measure.SGLang(running.endpoint.url, self._target.eos_token_ids, self._target.vocab_size)
-        asked = {concurrency: baseline.few(self._prompts, concurrency) for concurrency in self._concurrencies}
-        self._progress.total(RUNGS[-1] * self._bench.rounds * sum(map(len, asked.values())), "requests")
+    def _asker(self, url: str) -> measure.SGLang:
+        return measure.SGLang(url, self._target.eos_token_ids, self._target.vocab_size)
+
+    def _fill(self, url: str, blocks: dict[int, list[Block]], enough: Callable[[Blocks], bool]) -> None:
+        question, server = self._question, self._asker(url)
+        asked = {concurrency: baseline.few(question.prompts, concurrency) for concurrency in question.concurrencies}
+        self._progress.total(RUNGS[-1] * question.rounds * sum(map(len, asked.values())), "requests")
         for rung in RUNGS:
             for concurrency, prompts in asked.items():
-                load = Load(concurrency, self._bench.max_new_tokens)
                 there = blocks.setdefault(concurrency, [])
-                while len(there) < rung * self._bench.rounds:
-                    there.append(measure.block(server, prompts, load, self._progress))
+                while len(there) < rung * question.rounds:
+                    there.append(measure.block(server, prompts, question.load(concurrency), self._progress))
             if enough(blocks):
                 return
 
@@ -215,6 +230,15 @@ class Trials:
         if log.exists():
             shutil.copy(log, path.with_suffix(".log.txt"))
         return text.partition("; log: ")[0]
+
+
+def _settings(url: str) -> dict[str, Any]:
+    """What a server says of the settings that are searched; nothing where it does not."""
+    for path in ("/server_info", "/get_server_info"):
+        with contextlib.suppress(OSError, ValueError):
+            said = info.ask(url, path)
+            return {name: said[name] for name in SAID if name in said}
+    return {}
 
 
 def _ends(running: Running) -> bool:

@@ -8,7 +8,7 @@ from eyas.bench import workloads
 from eyas.bench.tune import contest, machine
 from eyas.bench.tune.search import Confirmation, Row, choose, confirm, search
 from eyas.bench.tune.space import DEFAULT, FLAGS, Setting, facts, grid_loads, nccl_candidates, space
-from eyas.bench.tune.trial import Trials
+from eyas.bench.tune.trial import Question, Trials
 from eyas.config import LATENCY, Bench, Prompts, RunConfig, Server, Target, Tune, require_tunable
 from eyas.digests import digest_json
 from eyas.engines import target as targets
@@ -60,10 +60,8 @@ def tune(
     factors, left = space(known)
     played, default, confirmation = None, None, None
     rows: list[Row] = []
-    trials = Trials(
-        config, target, model.dtype, bench, asked, wanted.concurrencies, wanted.deadline, host.version,
-        folder / "trials", progress,
-    )  # fmt: skip
+    question = Question(asked, wanted.concurrencies, bench.rounds, bench.max_new_tokens, wanted.deadline)
+    trials = Trials(config, target, model.dtype, host.version, question, folder / "trials", progress)
     if factors or candidates:
         played = _contest(config, target, model, wanted, candidates, folder, progress)
         with trials:
@@ -119,10 +117,9 @@ def _contest(
 ) -> dict[str, Any] | None:
     if not candidates:
         return None
-    dtype = str(target.text_config.get("dtype") or target.text_config.get("torch_dtype") or "bfloat16")
-    dtype = dtype if model.dtype == "auto" else model.dtype
+    own = target.config.get("dtype") or target.config.get("torch_dtype") or "bfloat16"
+    dtype = str(own) if model.dtype == "auto" else model.dtype
     group = contest.group(config, target.hidden_size, wanted.concurrencies, dtype, folder)
-    place = (
-        folder / f"allreduce-{digest_json([group.elements, dtype, group.world, group.python, dict(config.env)])[:8]}"
-    )
-    return {"elements": list(group.elements), "dtype": dtype, **contest.play(candidates, group.run, place, progress)}
+    asked = digest_json([group.elements, dtype, group.world, group.first, group.python, dict(config.env)])
+    played = contest.play(candidates, group.run, folder / f"allreduce-{asked[:8]}", progress)
+    return {"elements": list(group.elements), "dtype": dtype, **played}
