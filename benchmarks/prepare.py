@@ -5,8 +5,8 @@
 One run interleaves, over the same conversations (words of this repository's texts, two turns in a third of them): the
 tokenizer's own `encode_batch` of the rendered texts, `eyas prepare` from the file to the samples, and, where `datasets`
 is installed, `Dataset.map` with `apply_chat_template` in as many processes (ids alone, no mask). Each is a process of
-its own, timed from its start; `seconds` less `start` (imports, tokenizer) is what rates are made of. Processor seconds are
-those of the whole process tree: on a machine that others use they say more than the clock.
+its own, timed from its start; `seconds` less `start` (imports, tokenizer) is what rates are made of. Processor seconds
+are those of the whole process tree: on a machine that others use they say more than the clock.
 """
 
 import argparse

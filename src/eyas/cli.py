@@ -333,6 +333,43 @@ def bench(
 
 
 @app.command()
+def tune(
+    runfile: RunFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Find the target's best plain SGLang configuration for tune.goal; finished trials are kept when it is stopped."""
+    import json
+
+    from rich.console import Console
+
+    from eyas import config
+    from eyas.report import tuned as plot
+    from eyas.run import lock
+    from eyas.run.faults import plain_errors
+    from eyas.ui import tuned
+    from eyas.ui.single import Lines
+
+    loaded = config.load(runfile, overrides)
+    folder = runs / loaded.name / "tune"
+    with plain_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.hold(folder.parent):
+            try:
+                found = importlib.import_module("eyas.bench.tune.tune").run(loaded, folder, Lines())
+            except KeyboardInterrupt:
+                print("eyas: stopped; finished trials are kept: run the same command again to go on", file=sys.stderr)
+                raise typer.Exit(130) from None
+            drawn = plot.write_plot(found, folder / "tune.svg")
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        tuned.show(found, Console(width=None if sys.stdout.isatty() else 120))
+        print("Files     ", folder / "tune.json", *([folder / "tune.svg"] if drawn else []))
+
+
+@app.command()
 def init(
     launch: Annotated[Path, typer.Option(metavar="LAUNCH.SH", help="A script that starts SGLang.", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="RUN.YAML", help="Default: print it.", show_default=False)] = None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from eyas import datafiles
-from eyas.config import RunConfig
+from eyas.config import RunConfig, require_tunable
 from eyas.digests import digest_bytes, digest_file, digest_sampled
 from eyas.errors import UserError
 
@@ -28,6 +28,11 @@ NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
     ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True), ("bench", "break_even", False),
 )  # fmt: skip
 """Of the steps that measure one server: what else is measured does not run them again."""
+ONLY_LOADS: tuple[tuple[str, str, JsonValue], ...] = (
+    ("bench", "sweep", []), ("bench", "again", True), ("bench", "concurrencies", [1]), ("bench", "temperatures", [0.0]),
+    ("bench", "break_even", False),
+)  # fmt: skip
+"""Of the tune step: its goal says what is measured."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -70,7 +75,9 @@ class Step:
 
 
 def build(config: RunConfig) -> tuple[Step, ...]:
-    """The steps of a run file. Raises UserError: a file that it names is missing."""
+    """The steps of a run file. Raises UserError: a file that it names is missing, or there is nothing to tune."""
+    if _tuned(config):
+        require_tunable(config)
     return _served(config) if config.engine.kind == "sglang" else _in_process(config)
 
 
@@ -79,7 +86,7 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     if config.engine.kind != "sglang":
         return ()
     sections = ("target", "engine", "server", "capture")
-    before = ("target", *_twin(config))
+    before = ("target", *_twin(config), *_tuned(config))
     # Needs the twin, so that a large target is loaded only once a tiny one has passed.
     cpu = ("cpu",)
     server = Step("server", SERVICE + "serve", needs=before, sections=sections, resources=cpu)
@@ -104,6 +111,11 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
 def _twin(config: RunConfig) -> tuple[str, ...]:
     """The twin step, where there is one: an existing server is taken as it is."""
     return ("twin",) if config.server.twin and config.server.url is None else ()
+
+
+def _tuned(config: RunConfig) -> tuple[str, ...]:
+    """The tune step, where the run file states a goal."""
+    return ("tune",) if config.tune.goal is not None else ()
 
 
 def _pilot(config: RunConfig) -> bool:
@@ -166,6 +178,17 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
     server_sections = ("target", "engine", "server", "capture")
     steps["twin"] = Step(
         "twin", "eyas.engines.sglang.twin:run", needs=("target",), sections=server_sections, resources=cpu
+    )
+    tune = _tuned(config)
+    steps["tune"] = Step(
+        "tune",
+        "eyas.bench.tune.tune:step",
+        needs=("target", *twin),
+        sections=("target", "engine", "server", "prompts", "bench", "tune"),
+        resources=cpu,
+        outside=_prompt_files(config),
+        alone=True,
+        fixed=ONLY_LOADS,
     )
     steps["doctor"] = Step(
         "doctor",
@@ -237,6 +260,9 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             alone=True,
         )
+    for name in ("decode", "sweep"):
+        if name in steps:
+            steps[name] = replace(steps[name], needs=(*steps[name].needs, *tune))
     again = ("again",) if measured and config.bench.again else ()
     priced = ("break-even",) if measured and config.bench.break_even else ()
     steps["train"] = replace(steps["train"], needs=(*steps["train"].needs, *priced))
@@ -256,7 +282,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             *pilot,
         ),
     )
-    first = ("target", *twin, "prompts", *(("random-draft",) if priced else ()), "doctor")
+    first = ("target", *twin, *tune, "prompts", *(("random-draft",) if priced else ()), "doctor")
     last = (
         "answers", "capture", *(("baseline",) * measured), *priced, *drafts, "vocabulary", "train", "export", "replay",
         *(("decode",) * measured), *again, *sweep, "verdict",

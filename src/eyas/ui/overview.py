@@ -89,12 +89,12 @@ def _ahead(found: Forecast) -> list[str]:
 
 def _loads(plan: Plan, needed: set[str]) -> list[str]:
     """The server loads with their reasons; nothing where no server is needed."""
-    found, own = loads.loads(plan, needed), loads.of_their_own(plan, needed)
+    found, (own, most) = loads.loads(plan, needed), loads.of_their_own(plan, needed)
     if not found and not own:
         return []
-    lines = [f"Server loads: {len(found)}" + (f", and up to {sum(own.values())} more" if own else "")]
+    lines = [f"Server loads: {len(found)}" + (f", and up to {most} more" if own else "")]
     lines += [f"  {load.service:14}  for {', '.join(load.steps)}" for load in found]
-    lines += [f"  up to {most:<8}  of {name}, its own" for name, most in own.items()]
+    lines += [f"  up to {most:<8}  that {' and '.join(own)} may start"] * bool(own)
     return lines
 
 
