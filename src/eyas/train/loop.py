@@ -7,43 +7,51 @@ moments and that number. Kept as one safetensors file, written atomically.
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
 import torch
 
-from eyas.config import Train
-from eyas.draft.loss import Teacher, counting, unrolled_loss
+from eyas.draft import fused
+from eyas.draft.loss import Teacher, unrolled_loss
 from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
 from eyas.errors import UserError
 from eyas.files import write_atomic
 from eyas.train.packing import Batch
 
+if TYPE_CHECKING:
+    from eyas.config import Train
+
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step was like: its loss, the learning rate, supervised positions at step 0."""
+    """What one optimizer step was like; `positions`: supervised ones at step 0; `gradient_norm` before clipping."""
 
     number: int
     loss: float
     learning_rate: float
+    gradient_norm: float
     positions: int
 
 
 class Trainer:
     """A draft in training.
 
-    `head` [D, H]: the target's lm_head rows of the draft vocabulary. `autocast`: dtype of the matrix products, None
-    for the parameters' own (float32 masters stay in either case).
+    `head` [D, H]: the target's lm_head rows of the draft vocabulary. `dtype`: of the states and matrix products, None
+    for the parameters' own (these, their gradients and the optimizer's moments stay as they are in either case).
     """
 
     def __init__(
-        self, draft: DraftModel, head: torch.Tensor, config: Train, steps: int, autocast: torch.dtype | None = None
+        self, draft: DraftModel, head: torch.Tensor, config: "Train", steps: int, dtype: torch.dtype | None = None
     ) -> None:
-        self.draft, self.head, self.config, self.steps, self.autocast = draft, head, config, steps, autocast
+        self.draft, self.config, self.steps = draft, config, steps
+        self.dtype = dtype or draft.fc.weight.dtype
+        self.head = head.to(self.dtype)
         self.number = 0
         self.loss: float | None = None
         """Of the newest step."""
@@ -62,17 +70,20 @@ class Trainer:
         cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * number / self.steps))
         return c.learning_rate * min(1.0, (number + 1) / warmup) * cosine
 
-    def step(self, batch: Batch, names: str = "") -> Step:
-        """Train on one batch. A loss or gradient that is no number is a UserError that names step and samples."""
+    def step(self, *parts: Batch, names: str = "") -> Step:
+        """Train on one batch, given in parts that are packed apart and accumulated.
+
+        A loss or gradient that is no number is a UserError that names step and samples.
+        """
         c = self.config
-        counts = counting(batch.packed, c.ttt_steps)
-        with torch.autocast(self.head.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            teacher = Teacher(batch.packed, batch.last, batch.argmax, self.head, self.draft.t2d)
-            outputs = unroll(self.draft, batch.packed, batch.aux, c.ttt_steps)
-            loss = unrolled_loss(self.draft, outputs, teacher, counts, c.step_decay)
-        loss.backward()
+        counts = [sum(column) for column in zip(*(part.chains.counts for part in parts), strict=True)]
+        loss = torch.zeros((), device=self.head.device)
+        self.draft.work_in(self.dtype)
+        with fused.compiling() if self.head.is_cuda else nullcontext():
+            for part in parts:
+                loss += self._backward(part, counts)
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named], c.clip)
-        value = float(loss.detach())
+        value = float(loss)
         if not math.isfinite(value) or not math.isfinite(float(norm)):
             raise UserError(
                 f"train: loss {value}, gradient norm {float(norm)} at step {self.number}, samples {names}: "
@@ -85,7 +96,16 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         self.number += 1
         self.loss = value
-        return Step(self.number, value, rate, counts[0])
+        return Step(self.number, value, rate, float(norm), counts[0])
+
+    def _backward(self, part: Batch, counts: list[int]) -> torch.Tensor:
+        known = self.draft.t2d[part.argmax] & (part.argmax >= 0)
+        outputs = list(unroll(self.draft, part.chains, part.aux))
+        teacher = Teacher(part.last, known, self.head)
+        loss = unrolled_loss(self.draft, part.chains, outputs, teacher, counts, self.config.step_decay)
+        if outputs:
+            loss.backward()
+        return loss.detach()
 
     def save(self, path: Path) -> None:
         """Write everything that a resumed run needs."""

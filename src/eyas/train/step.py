@@ -13,7 +13,6 @@ from eyas.decode.replay import pooled, replay, spread
 from eyas.draft import checkpoint, start, vocabulary
 from eyas.draft.config import DraftConfig
 from eyas.draft.model import DraftModel
-from eyas.draft.unroll import chain_lengths
 from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import native_bfloat16, pick_device, use_threads
@@ -52,8 +51,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     heldout = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
     draft, head = build(spec, device)
-    autocast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else None
-    trainer = Trainer(draft, head, config, len(batches), autocast)
+    dtype = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
+    trainer = Trainer(draft, head, config, len(batches), dtype)
     state = out / STATE
     if state.is_file():
         trainer.restore(state)
@@ -71,7 +70,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     began, first = time.monotonic(), trainer.number
     for number in range(trainer.number, len(batches)):
         samples = [store.sample(i) for i in batches[number]]
-        recent.append(trainer.step(pack(samples, device, torch.float32), _names(samples)))
+        recent.append(trainer.step(pack(samples, config.ttt_steps, device, dtype), names=_names(samples)))
         progress.advance(tokens[number])
         if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
             said = sum(tokens[: trainer.number])
@@ -126,12 +125,11 @@ def begin(
     aux, following, goals = [], [], []
     found = 0
     for i in torch.randperm(count, generator=generator).tolist():
-        batch = pack([sample(i)], draft.fc.weight.device, torch.float32)
-        slots = chain_lengths(batch.packed, 1).nonzero().flatten()
-        aux.append(batch.aux[slots])
-        following.append(batch.packed.ids[slots + 1])
-        goals.append(batch.last[slots + 1])
-        found += len(slots)
+        batch = pack([sample(i)], 1, draft.fc.weight.device, torch.float32)
+        aux.append(batch.aux[batch.chains.state_row])
+        following.append(batch.chains.next_ids)
+        goals.append(batch.last)
+        found += len(batch.chains)
         if found >= start.MOST:
             break
     if not found:
