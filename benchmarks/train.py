@@ -36,8 +36,8 @@ LLAMA = DraftConfig(4096, 14336, 32, 8, 128, 128256, 32000, 1e-5, ROPE, 131072)
 KIMI = DraftConfig(7168, 18432, 64, 64, 112, 163840, 32000, 1e-5, ROPE, 131072)
 SMOL = DraftConfig(576, 1536, 9, 3, 64, 49152, 16384, 1e-5, ROPE, 8192)
 SETTINGS = SimpleNamespace(
-    ttt_steps=7, step_decay=0.8, learning_rate=1e-4, warmup=0.015, final_learning_rate=0.02, betas=[0.9, 0.95],
-    weight_decay=0.0, clip=1.0,
+    ttt_steps=7, step_decay=0.8, temperature=1.0, optimizer="adamw", learning_rate=1e-4, warmup=0.015,
+    final_learning_rate=0.02, betas=[0.9, 0.95], weight_decay=0.0, clip=1.0,
 )  # fmt: skip
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

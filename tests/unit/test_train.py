@@ -48,16 +48,17 @@ def test_one_sample_is_learned_until_all_is_accepted(target, samples):
     assert decoded.tally.accepted == decoded.tally.reached == tally.accepted
 
 
-def test_ten_steps_equal_five_and_five_resumed(target, samples, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_equal_five_and_five_resumed(target, samples, tmp_path, optimizer):
     order = plan([len(s.ids) for s in samples], 60, 5, seed=3)[:10]
     batches = [pack([samples[i] for i in part], 2, CPU, torch.float32) for part in order]
-    whole = trainer(target, 10, ttt_steps=2)
+    whole = trainer(target, 10, ttt_steps=2, optimizer=optimizer)
     losses = [whole.step(batch).loss for batch in batches]
-    half = trainer(target, 10, ttt_steps=2)
+    half = trainer(target, 10, ttt_steps=2, optimizer=optimizer)
     for batch in batches[:5]:
         half.step(batch)
     half.save(tmp_path / "state")
-    resumed = trainer(target, 10, seed=9, ttt_steps=2)  # its own beginning is another
+    resumed = trainer(target, 10, seed=9, ttt_steps=2, optimizer=optimizer)  # its own beginning is another
     resumed.restore(tmp_path / "state")
     assert [resumed.step(batch).loss for batch in batches[5:]] == losses[5:]
     assert checkpoint.digest(resumed.draft) == checkpoint.digest(whole.draft)

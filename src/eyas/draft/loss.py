@@ -30,18 +30,21 @@ PART = 1 << 27
 class Teacher:
     """What a batch is judged by: `last` [n, H], the target's last state after its final norm at each row's label;
     `known` bool [n]: its full-vocabulary greedy choice there is in the draft vocabulary; `head` [D, H]: the target's
-    rows of the draft vocabulary, in the dtype of `last`."""
+    rows of the draft vocabulary, in the dtype of `last`. Its logits are divided by `temperature`."""
 
     last: torch.Tensor
     known: torch.Tensor
     head: torch.Tensor
+    temperature: float = 1.0
 
     def distributions(self, labels: slice) -> torch.Tensor:
         """Of some labels: [l, D], in float32 or wider."""
         states = self.last[labels]
         if states.is_cuda and states.dtype == torch.bfloat16:
-            return torch.mm(states, self.head.T, out_dtype=torch.float32).softmax(-1)
-        return fused.wide(states @ self.head.T).softmax(-1)
+            logits = torch.mm(states, self.head.T, out_dtype=torch.float32)
+        else:
+            logits = fused.wide(states @ self.head.T)
+        return (logits / self.temperature).softmax(-1)
 
 
 def unrolled_loss(

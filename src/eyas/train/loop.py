@@ -22,6 +22,7 @@ from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
 from eyas.errors import UserError
 from eyas.files import write_atomic
+from eyas.train.optimizer import Optimizer
 from eyas.train.packing import Batch
 
 if TYPE_CHECKING:
@@ -44,23 +45,26 @@ class Trainer:
 
     `head` [D, H]: the target's lm_head rows of the draft vocabulary. `dtype`: of the states and matrix products, None
     for the parameters' own (these, their gradients and the optimizer's moments stay as they are in either case).
+    `compile`: on CUDA, compile what stands between the products, about a minute at the first steps.
     """
 
     def __init__(
-        self, draft: DraftModel, head: torch.Tensor, config: "Train", steps: int, dtype: torch.dtype | None = None
+        self,
+        draft: DraftModel,
+        head: torch.Tensor,
+        config: "Train",
+        steps: int,
+        dtype: torch.dtype | None = None,
+        compile: bool = True,
     ) -> None:
-        self.draft, self.config, self.steps = draft, config, steps
+        self.draft, self.config, self.steps, self.compile = draft, config, steps, compile
         self.dtype = dtype or draft.fc.weight.dtype
         self.head = head.to(self.dtype)
         self.number = 0
         self.loss: float | None = None
         """Of the newest step."""
         self._named = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
-        matrices = [p for _, p in self._named if p.dim() >= 2]
-        vectors = [p for _, p in self._named if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        first, second = config.betas
-        self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(first, second), fused=True)
+        self._optimizer = Optimizer(self._named, config)
 
     def learning_rate(self, number: int) -> float:
         """Of optimizer step `number`, counted from 0: linear warm-up, then a cosine down to its floor."""
@@ -79,7 +83,7 @@ class Trainer:
         counts = [sum(column) for column in zip(*(part.chains.counts for part in parts), strict=True)]
         loss = torch.zeros((), device=self.head.device)
         self.draft.work_in(self.dtype)
-        with fused.compiling() if self.head.is_cuda else nullcontext():
+        with fused.compiling() if self.compile else nullcontext():
             for part in parts:
                 loss += self._backward(part, counts)
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named], c.clip)
@@ -90,10 +94,7 @@ class Trainer:
                 "lower train.learning_rate, or remove these samples"
             )
         rate = self.learning_rate(self.number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(rate)
         self.number += 1
         self.loss = value
         return Step(self.number, value, rate, float(norm), counts[0])
@@ -101,7 +102,7 @@ class Trainer:
     def _backward(self, part: Batch, counts: list[int]) -> torch.Tensor:
         known = self.draft.t2d[part.argmax] & (part.argmax >= 0)
         outputs = list(unroll(self.draft, part.chains, part.aux))
-        teacher = Teacher(part.last, known, self.head)
+        teacher = Teacher(part.last, known, self.head, self.config.temperature)
         loss = unrolled_loss(self.draft, part.chains, outputs, teacher, counts, self.config.step_decay)
         if outputs:
             loss.backward()
@@ -110,9 +111,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write everything that a resumed run needs."""
         state = {name: p.detach() for name, p in self._named} | {"d2t": self.draft.d2t, "t2d": self.draft.t2d}
-        for name, p in self._named:
-            for moment in ("exp_avg", "exp_avg_sq") if p in self._optimizer.state else ():
-                state[f"{moment}:{name}"] = self._optimizer.state[p][moment]
+        state |= self._optimizer.state()
         host = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
         about = {"eyas": json.dumps({"number": self.number, "steps": self.steps, "loss": self.loss})}
         write_atomic(path, safetensors.torch.save(host, metadata=about))
@@ -133,9 +132,7 @@ class Trainer:
             self.draft.t2d.copy_(state["t2d"])
             for name, p in self._named:
                 p.copy_(state[name])
-                if self.number:
-                    moments = {m: state[f"{m}:{name}"].to(p.device).clone() for m in ("exp_avg", "exp_avg_sq")}
-                    self._optimizer.state[p] = {"step": torch.tensor(float(self.number), device=p.device), **moments}
+        self._optimizer.restore({key: value for key, value in state.items() if ":" in key})
 
 
 def evenly(times: int, steps: int) -> set[int]:
