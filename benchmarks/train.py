@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from eyas.draft import fused
+from eyas.draft import flash, fused
 from eyas.draft.attention import attend
 from eyas.draft.chains import Chains, chains
 from eyas.draft.config import DraftConfig
@@ -28,8 +28,9 @@ from eyas.draft.loss import Teacher, unrolled_loss
 from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
 from eyas.store.shard import Sample
+from eyas.train.loader import Loader
 from eyas.train.loop import Trainer
-from eyas.train.packing import Batch, pack
+from eyas.train.packing import pack
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA = DraftConfig(4096, 14336, 32, 8, 128, 128256, 32000, 1e-5, ROPE, 131072)
@@ -59,11 +60,11 @@ def make_draft(c: DraftConfig, dtype: torch.dtype, device: torch.device = GPU) -
 
 
 def sample(c: DraftConfig, length: int, prompt: int, dtype: torch.dtype, device: torch.device = GPU) -> Sample:
-    """Random states; the answer begins after `prompt` tokens."""
+    """Random states, in host memory; the answer begins after `prompt` tokens."""
     ids = torch.randint(0, c.vocab_size, (length,))
-    aux = torch.randn(length, 3 * c.hidden_size, device=device).to(dtype)
-    last = torch.randn(length, c.hidden_size, device=device).to(dtype)
-    argmax = torch.randint(0, c.vocab_size, (length,), device=device)
+    aux = torch.randn(length, 3 * c.hidden_size, device=device).to(dtype).cpu()
+    last = torch.randn(length, c.hidden_size, device=device).to(dtype).cpu()
+    argmax = torch.randint(0, c.vocab_size, (length,))
     argmax = argmax // (c.vocab_size // c.draft_vocab_size) * (c.vocab_size // c.draft_vocab_size)
     return Sample(f"{length}", ids, torch.arange(length) >= prompt, aux, last, argmax)
 
@@ -120,7 +121,7 @@ def check_attention() -> dict[str, float]:
         grad = torch.randn(shapes[0], device=GPU).bfloat16()
         found = []
         for dtype in (torch.bfloat16, torch.float64):
-            query, key, value, *own = leaves = [t.to(dtype).requires_grad_() for t in tensors]
+            query, key, value, *own = leaves = [t.detach().clone().to(dtype).requires_grad_() for t in tensors]
             with fused.compiling() if dtype == torch.bfloat16 else nullcontext():
                 out = attend(what.to(GPU), query, key, value, [(own[0], own[1]), (own[2], own[3])])
                 out.backward(grad.to(dtype))
@@ -160,55 +161,53 @@ def check_whole() -> dict[str, float]:
 
 def operations(c: DraftConfig, what: Chains) -> float:
     """Of the matrix products and the step-0 attention of one optimizer step on a batch, forward and backward."""
-    h, head, rows, steps = c.hidden_size, c.head_dim, len(what), len(what.counts)
+    h, head, rows, steps = c.hidden_size, c.head_dim, len(what), what.steps
     narrow = 2 * h * c.num_key_value_heads * head * 2
     wide = 3 * h * c.num_attention_heads * head + 3 * h * c.intermediate_size
     seen = len(what.seen) * (3 * h * h + narrow)
-    later = rows * (steps * wide + (steps - 1) * narrow) + sum(what.counts) * h * c.draft_vocab_size
+    later = rows * (steps * wide + (steps - 1) * narrow) + float(what.counts.sum()) * h * c.draft_vocab_size
     pairs = sum((d - c_) * (b - a) - (b - a) ** 2 / 2 for a, b, c_, d in what.spans)
     attention = 3.5 * 4 * steps * pairs * c.num_attention_heads * head
     return 6 * (seen + later) + 2 * rows * h * c.draft_vocab_size + attention
 
 
 def speed(c: DraftConfig, batches: list[list[Sample]], seconds: float, profile: Path | None = None) -> dict[str, Any]:
-    """Whole optimizer steps over `batches`, packing included, again and again for `seconds`."""
+    """Whole optimizer steps over `batches` from host memory, again and again for `seconds`."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     draft = make_draft(c, torch.bfloat16)
     head = torch.randn(c.draft_vocab_size, c.hidden_size, device=GPU).mul_(0.02)
     trainer = Trainer(draft, head, SETTINGS, 1_000_000, torch.bfloat16)
 
-    def step(samples: list[Sample]) -> Batch:
-        batch = pack(samples, SETTINGS.ttt_steps, GPU, torch.bfloat16)
+    loader = Loader(lambda samples: pack(samples, SETTINGS.ttt_steps, GPU, torch.bfloat16), cycle(batches), GPU)
+    lengths = cycle([sum(len(s.ids) for s in samples) for samples in batches])
+    feed, began = zip(loader, lengths, strict=False), time.perf_counter()
+    for (batch, _), _ in zip(feed, range(4), strict=False):
         trainer.step(batch)
-        return batch
-
+    first, tokens, count, work = trainer.loss, 0, 0, 0.0
+    compiled, waited = time.perf_counter() - began, loader.waited
     began = time.perf_counter()
-    for samples in batches[:3]:
-        step(samples)
-    compiled = time.perf_counter() - began
-    first = trainer.loss
-    torch.cuda.synchronize()
-    began, tokens, count, work = time.perf_counter(), 0, 0, 0.0
-    while time.perf_counter() - began < seconds:
-        samples = batches[count % len(batches)]
-        batch = step(samples)
-        tokens, count, work = tokens + sum(len(s.ids) for s in samples), count + 1, work + operations(c, batch.chains)
+    for batch, length in feed:
+        trainer.step(batch)
+        tokens, count, work = tokens + length, count + 1, work + operations(c, batch.chains)
+        if time.perf_counter() - began > seconds:
+            break
     torch.cuda.synchronize()
     took = time.perf_counter() - began
+    waited = loader.waited - waited
     if profile is not None:
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as watch
 
         with watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-            step(batches[0])
+            trainer.step(next(feed)[0])
             torch.cuda.synchronize()
-        profile.write_text(
-            found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
-        )
+        table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
+        profile.write_text(table)
     return {
         "tokens_per_second": tokens / took, "seconds_a_step": took / count, "tokens_a_step": tokens / count,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "flops": work / took, "first_steps_seconds": compiled,
+        "waited_for_loader": waited / took,
         "losses": [first, trainer.loss],
     }  # fmt: skip
 
@@ -241,6 +240,7 @@ def main() -> None:
     s, out = asked.seconds, asked.out
     parts: dict[str, Callable[[], Any]] = {
         "ceilings": ceilings,
+        "kernels": lambda: {f"{a}x{e}": flash.compare(a, g, e, GPU) for a, g, e in ((32, 8, 128), (64, 64, 112))},
         "attention": check_attention,
         "gradients": check_whole,
         "llama": lambda: speed(LLAMA, whole(LLAMA, 4096), s, out / "llama.txt"),

@@ -101,7 +101,9 @@ def test_fitted_start_beats_random_before_any_training(target):
 
     draft = make_draft(target)
     before = accepted(draft)
-    start.fitted(draft, batch.aux[batch.chains.state_row], batch.chains.next_ids, batch.last)
+    rows = batch.chains.state_row
+    assert rows is not None
+    start.fitted(draft, batch.aux[rows], batch.chains.next_ids, batch.last)
     assert accepted(draft) > 2 * before + 20
 
 

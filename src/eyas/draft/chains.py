@@ -32,8 +32,8 @@ class Chains:
     """int64 [s]: slots, document by document."""
     seen_place: torch.Tensor
     seen_next_ids: torch.Tensor
-    state_row: torch.Tensor
-    """int64 [n]: where each row's slot is in `seen`."""
+    state_row: torch.Tensor | None
+    """int64 [n]: where each row's slot is in `seen`; None where the rows are all that is seen."""
     keys: torch.Tensor | None
     """int64 [m]: what each run looks at, as rows of `seen`, run by run; None where that is `seen` itself."""
     run_starts: torch.Tensor
@@ -42,8 +42,10 @@ class Chains:
     """int32 [R+1]: where its keys begin in `keys`, and m. The last row sees all of them, the one before one less."""
     spans: tuple[tuple[int, int, int, int], ...]
     """The same on the host: first and last row, first and last key of each run, ends excluded."""
-    counts: tuple[int, ...]
-    """How many rows count at each step."""
+    counts: torch.Tensor
+    """float64 [steps]: how many rows count at each step."""
+    steps: int
+    """At how many steps any row counts."""
     judged_row: torch.Tensor
     """int64 [N]: the rows that count, once for each step at which they do, in order of their labels."""
     judged_step: torch.Tensor
@@ -116,12 +118,13 @@ def chains(ids: torch.Tensor, answer: torch.Tensor, starts: torch.Tensor, steps:
         seen=seen,
         seen_place=place[seen],
         seen_next_ids=ids[seen + 1],
-        state_row=row_of[slots],
+        state_row=None if len(slots) == len(seen) else row_of[slots],
         keys=None if torch.equal(keys, torch.arange(len(seen))) else keys,
         run_starts=run_starts.to(torch.int32),
         key_starts=key_starts.to(torch.int32),
         spans=tuple(zip(rows, rows[1:], cols, cols[1:], strict=False)),
-        counts=tuple((lengths[:, None] > step).sum(0).tolist()),
+        counts=(lengths[:, None] > step).sum(0).double(),
+        steps=int(lengths.max()),
         judged_row=label - judged_step,
         judged_step=judged_step,
         label=label,

@@ -95,7 +95,6 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-@fused({0: (0,), 1: (1,), 2: (0,), 3: (0, 1), 4: (0, 1)})
 def merge(
     out: torch.Tensor,
     log_sum: torch.Tensor,
@@ -118,7 +117,6 @@ def merge(
     return merged.flatten(1, 2).to(out.dtype), total.flatten(1).T.contiguous()
 
 
-@fused({0: (0,), 1: (0,), 2: (1,), 3: (0,), 4: (0, 1), 5: (0, 1)})
 def merge_backward(
     grad: torch.Tensor,
     out: torch.Tensor,
@@ -127,17 +125,21 @@ def merge_backward(
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `query` (this part's), `keys` and `values`, from the merged `out` and `log_sum` and its `grad`."""
+    to_query: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `keys` and `values`, from the merged `out` and `log_sum` and the output's `grad`.
+
+    This part's gradient of `query` is added to `to_query` [n, A, E].
+    """
     grouped, to_out = (wide(x).unflatten(1, (keys.shape[2], -1)) for x in (query, grad))
     delta = (to_out * wide(out).view_as(to_out)).sum(-1)
     scores = (grouped * wide(keys).unsqueeze(-2)).sum(-1) * scale
     share = (scores - log_sum.T.reshape(scores.shape[1:])).exp()
     change = share * ((to_out * wide(values).unsqueeze(-2)).sum(-1) - delta) * scale
-    to_query = (change.unsqueeze(-1) * wide(keys).unsqueeze(-2)).sum(0).flatten(1, 2)
+    to_query += (change.unsqueeze(-1) * wide(keys).unsqueeze(-2)).sum(0).flatten(1, 2)
     to_keys = (change.unsqueeze(-1) * grouped).sum(-2)
     to_values = (share.unsqueeze(-1) * to_out).sum(-2)
-    return to_query.to(query.dtype), to_keys.to(keys.dtype), to_values.to(values.dtype)
+    return to_keys.to(keys.dtype), to_values.to(values.dtype)
 
 
 @fused({0: (0,), 1: (0,), 2: (0,), 3: (0,)})

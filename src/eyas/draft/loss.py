@@ -52,18 +52,19 @@ def unrolled_loss(
     chains: Chains,
     outputs: Sequence[torch.Tensor],
     teacher: Teacher,
-    counts: Sequence[int],
+    counts: torch.Tensor,
     decay: float,
 ) -> torch.Tensor:
     """Sum over steps of decay^k * (the step's losses) / counts[k], in float32 or wider.
 
-    `outputs`: h' [n, H] of each step. `counts[k]`: positions that count at step k over the global batch (the sum of
-    `chains.counts` over its parts), so that parts of a batch may be accumulated.
+    `outputs`: h' [n, H] of each step. `counts` [steps]: positions that count at each step over the global batch (the
+    sum of `chains.counts` over its parts), so that parts of a batch may be accumulated.
     """
     if not outputs:
         return fused.wide(draft.lm_head.weight.new_zeros(()))
     normed = torch.cat([draft.norm(hidden) for hidden in outputs])
-    scales = torch.tensor([decay**k / max(1, counts[k]) for k in range(len(outputs))], dtype=torch.float64)
+    power = torch.arange(len(counts), device=counts.device, dtype=torch.float64)
+    scales = decay**power / counts.clamp_min(1)
     return _Loss.apply(normed, draft.lm_head.weight, draft.lm_head, chains, teacher, scales)
 
 

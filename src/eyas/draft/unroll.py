@@ -5,6 +5,7 @@ from the arithmetic that was trained. Which slots work, and what they read, is s
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,14 +27,16 @@ def unroll(draft: DraftModel, chains: Chains, aux_SC: torch.Tensor) -> Iterator[
     x = draft.inputs(seen, chains.seen_next_ids)
     angles = draft.angles(chains.seen_place, x)
     key, value = draft.keys_values(x, angles)
-    state, x, angles = seen[chains.state_row], x[chains.state_row], _rows(angles, chains.state_row)
+    state = seen
+    if chains.state_row is not None:
+        state, x = _Rows.apply(seen, chains.state_row), _Rows.apply(x, chains.state_row)
+        angles = angles[0][chains.state_row], angles[1][chains.state_row]
     if chains.keys is not None:
         key, value = key[chains.keys], value[chains.keys]
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(sum(count > 0 for count in chains.counts)):
+    for step in range(chains.steps):
         if step:
-            ids = torch.cat([chains.next_ids[step:], chains.next_ids[:step]])  # the last rows count no more
-            x = draft.inputs(state, ids)
+            x = draft.inputs(state, chains.next_ids.roll(-step))  # the last rows, wrapped around, count no more
             angles = draft.angles(chains.place + step, x)
             own.append(draft.keys_values(x, angles))
         attended = attend(chains, draft.queries(x, angles), key, value, own)
@@ -42,5 +45,16 @@ def unroll(draft: DraftModel, chains: Chains, aux_SC: torch.Tensor) -> Iterator[
         state = draft.hand_on(hidden)
 
 
-def _rows(angles: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return angles[0][rows], angles[1][rows]
+class _Rows(torch.autograd.Function):
+    """x[rows] where no row occurs twice: its gradient is put in place, not added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, rows, grad), None

@@ -58,11 +58,25 @@ def pack(samples: Sequence[Sample], steps: int, device: torch.device, dtype: tor
     widths = torch.searchsorted(what.seen, starts).diff().tolist()
     rows = torch.searchsorted(what.slots, starts).tolist()
     labels = [what.slots[a:b] - start + 1 for (a, b), start in zip(pairwise(rows), starts.tolist(), strict=False)]
-    aux = torch.cat([s.aux[:width].to(dtype) for s, width in zip(samples, widths, strict=True)])
-    last = torch.cat([s.last[label].to(dtype) for s, label in zip(samples, labels, strict=True)])
-    argmax = torch.cat([s.argmax[label].to(torch.int64) for s, label in zip(samples, labels, strict=True)])
 
-    def move(x: torch.Tensor) -> torch.Tensor:
-        return x if x.device.type == device.type else x.pin_memory().to(device, non_blocking=True)
+    def joined(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        parts = [part.to(dtype) for part in parts]
+        if parts[0].device.type == device.type:
+            return torch.cat(parts)
+        shape = sum(map(len, parts)), *parts[0].shape[1:]
+        pinned = torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.cat(parts, out=pinned).to(device, non_blocking=True)
 
-    return Batch(what.to(device), move(aux), move(last), move(argmax))
+    return Batch(
+        what.to(device),
+        joined([s.aux[:width] for s, width in zip(samples, widths, strict=True)], dtype),
+        joined([_at(s.last, label) for s, label in zip(samples, labels, strict=True)], dtype),
+        joined([_at(s.argmax, label) for s, label in zip(samples, labels, strict=True)], torch.int64),
+    )
+
+
+def _at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[places], without a copy where these ascending places stand side by side."""
+    if len(places) and int(places[-1] - places[0]) == len(places) - 1:
+        return x[int(places[0]) : int(places[-1]) + 1]
+    return x[places]

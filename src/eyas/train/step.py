@@ -126,7 +126,8 @@ def begin(
     found = 0
     for i in torch.randperm(count, generator=generator).tolist():
         batch = pack([sample(i)], 1, draft.fc.weight.device, torch.float32)
-        aux.append(batch.aux[batch.chains.state_row])
+        rows = batch.chains.state_row
+        aux.append(batch.aux if rows is None else batch.aux[rows])
         following.append(batch.chains.next_ids)
         goals.append(batch.last)
         found += len(batch.chains)
