@@ -1,8 +1,8 @@
 """The speed of training, on one GPU, with random features of a target's shape.
 
-    python benchmarks/train.py --out DIR [--only llama,realistic,...] [--seconds 8]
+    python benchmarks/train.py --out DIR [--only llama,realistic,...] [--seconds 8] [--no-cudnn] [--name train]
 
-Prints and writes DIR/train.json, part by part: the device's ceilings, the gradients of the fast paths against float64,
+Prints and writes DIR/NAME.json, part by part: the device's ceilings, the gradients of the fast paths against float64,
 then tokens a second and peak memory of whole optimizer steps (forward, backward, AdamW). The matrix products' floor is
 counted from the shapes: 6 operations a weight and row, and what the measured rate makes of them.
 """
@@ -218,7 +218,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--no-cudnn", action="store_true", help="FlashAttention 2 alone, as on cards where it is best")
+    parser.add_argument("--name", default="train")
     asked = parser.parse_args()
+    if asked.no_cudnn:
+        flash.cudnn_is_better = lambda *_: False
     asked.out.mkdir(parents=True, exist_ok=True)
     bf16 = torch.bfloat16
 
@@ -243,11 +247,11 @@ def main() -> None:
         "kernels": lambda: {f"{a}x{e}": flash.compare(a, g, e, GPU) for a, g, e in ((32, 8, 128), (64, 64, 112))},
         "attention": check_attention,
         "gradients": check_whole,
-        "llama": lambda: speed(LLAMA, whole(LLAMA, 4096), s, out / "llama.txt"),
-        "realistic": lambda: speed(LLAMA, rows(LLAMA, 8192, 6), s, out / "realistic.txt"),
+        "llama": lambda: speed(LLAMA, whole(LLAMA, 4096), s, out / f"{asked.name}-llama.txt"),
+        "realistic": lambda: speed(LLAMA, rows(LLAMA, 8192, 6), s, out / f"{asked.name}-realistic.txt"),
         "kimi": lambda: speed(KIMI, whole(KIMI, 8192), s),
         "kimi_32k": lambda: speed(KIMI, whole(KIMI, 32768, 1), s),
-        "smol": lambda: speed(SMOL, rows(SMOL, 8192, 6, 512), s, out / "smol.txt"),
+        "smol": lambda: speed(SMOL, rows(SMOL, 8192, 6, 512), s, out / f"{asked.name}-smol.txt"),
     }
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, part in parts.items():
@@ -263,7 +267,7 @@ def main() -> None:
             traceback.print_exc()
             report[name] = f"{type(error).__name__}: {error}"[:2000]
         print(name, f"{time.perf_counter() - began:.0f} s", json.dumps(report[name]), flush=True)
-        (out / "train.json").write_text(json.dumps(report, indent=1) + "\n")
+        (out / f"{asked.name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
