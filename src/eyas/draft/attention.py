@@ -34,7 +34,7 @@ def attend(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chains: Chains, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
-        key, value, own = kv[0], kv[1], kv[2:]
+        query, key, value, own = query.contiguous(), kv[0], kv[1], kv[2:]
         forward, ctx.way_back = flash.pick(chains, query, key)
         out, log_sum, ctx.state = forward(chains, query, key, value)
         ctx.chains, ctx.scale = chains, query.shape[-1] ** -0.5

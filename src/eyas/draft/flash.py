@@ -92,7 +92,7 @@ def cudnn(
         outs.append(out[0].transpose(0, 1)[pad:])
         log_sums.append(log_sum.view(log_sum.shape[1], -1)[:, pad:])
         states.append((longest, longest_key, seed, offset, log_sum.shape))
-    return torch.cat(outs), torch.cat(log_sums, 1), tuple(states)
+    return torch.cat(outs).contiguous(), torch.cat(log_sums, 1).contiguous(), tuple(states)
 
 
 def cudnn_backward(

@@ -1,7 +1,6 @@
 """`fused.merge` and its backward as one Triton kernel each: a program holds one row of one key-value group.
 
-What a compiler makes of them reads the same rows many times; these take a fifth of the time. Any row count and number
-of later steps; nothing but registers is used.
+What a compiler makes of them reads the same rows many times. Any row count; one compilation a number of later steps.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _merge(  # type: ignore[no-untyped-def]
     out, log_sum, query, keys, values, merged, total, scale, n, STEPS: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ACROSS: tl.constexpr,
@@ -37,7 +36,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(total + sums, known, head < SHARED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _merge_backward(  # type: ignore[no-untyped-def]
     grad, out, log_sum, query, keys, values, to_query, to_keys, to_values, scale, n, STEPS: tl.constexpr,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ACROSS: tl.constexpr,
