@@ -109,13 +109,12 @@ def main() -> None:
     batches = plan(lengths, settings.batch_tokens, settings.epochs, 0)
     head = weights.head(info.folder)[known].float().to(device)
     # The first steps tell how many fit into the time, so that the schedule ends where the time does.
-    autocast = torch.bfloat16 if device.type == "cuda" else None
-    trainer = Trainer(draft, head, settings, len(batches), autocast)
+    trainer = Trainer(draft, head, settings, len(batches), dtype, compile=False)
     first, told = time.monotonic(), 0
     for number, batch in enumerate(batches):
         if number >= trainer.steps:
             break
-        trainer.step(pack([train[i] for i in batch], device, torch.float32), "")
+        trainer.step(pack([train[i] for i in batch], asked.ttt_steps, device, dtype))
         if number == 20:
             first = time.monotonic()
         if number == 60:

@@ -56,7 +56,7 @@ def train(model: Path, folder: Path, vocabulary: int = 120, count: int = 16) -> 
     config = Train(ttt_steps=3, learning_rate=8e-3, warmup=0.05)
     training = Trainer(draft.train(), target.head[ids].clone(), config, STEPS)
     samples = [row.sample(LAYERS) for row in rows]
-    batch = pack([replace(one, argmax=target.greedy(one.last)) for one in samples], CPU, torch.float32)
+    batch = pack([replace(one, argmax=target.greedy(one.last)) for one in samples], 3, CPU, torch.float32)
     for _ in range(STEPS):
         training.step(batch)
     (folder / "draft").mkdir()

@@ -242,9 +242,13 @@ class Train(Section):
 
     ttt_steps: int = Field(default=7, ge=1, le=16)
     step_decay: float = Field(default=0.8, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the target's distributions that the draft learns; below 1 they come nearer to its greedy choice."""
     epochs: float = Field(default=2.0, ge=0.01)
     batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of packed samples to one optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the layer's matrices; fewer tokens to the same draft, more arithmetic a step."""
     learning_rate: float = Field(default=1e-4, gt=0)
     warmup: float = Field(default=0.015, ge=0, lt=1)
     """Share of the steps."""

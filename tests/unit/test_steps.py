@@ -200,11 +200,11 @@ def test_training_resumes_from_its_state(answered, monkeypatch):
     steps = []
     step = train.Trainer.step
 
-    def stop(self, *args):
+    def stop(self, *args, **named):
         steps.append(1)
         if len(steps) == 6:
             raise KeyboardInterrupt
-        return step(self, *args)
+        return step(self, *args, **named)
 
     monkeypatch.setattr(train.Trainer, "step", stop)
     with pytest.raises(KeyboardInterrupt):

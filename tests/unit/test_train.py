@@ -7,7 +7,6 @@ from eyas.config import Train
 from eyas.decode.chain import decode
 from eyas.decode.replay import tallies
 from eyas.draft import checkpoint, start
-from eyas.draft.unroll import chain_lengths
 from eyas.engines.answers import to_sample
 from eyas.engines.inprocess.generate import answer
 from eyas.errors import UserError
@@ -38,7 +37,7 @@ def trainer(target, steps, seed=0, **config):
 def test_one_sample_is_learned_until_all_is_accepted(target, samples):
     training = trainer(target, 150, ttt_steps=3, learning_rate=3e-3, warmup=0.05)
     sample = samples[0]
-    batch = pack([sample], CPU, torch.float32)
+    batch = pack([sample], 3, CPU, torch.float32)
     for _ in range(150):
         training.step(batch)
     tally = tallies(training.draft, [sample], 3)[0]
@@ -49,16 +48,17 @@ def test_one_sample_is_learned_until_all_is_accepted(target, samples):
     assert decoded.tally.accepted == decoded.tally.reached == tally.accepted
 
 
-def test_ten_steps_equal_five_and_five_resumed(target, samples, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_equal_five_and_five_resumed(target, samples, tmp_path, optimizer):
     order = plan([len(s.ids) for s in samples], 60, 5, seed=3)[:10]
-    batches = [pack([samples[i] for i in part], CPU, torch.float32) for part in order]
-    whole = trainer(target, 10, ttt_steps=2)
+    batches = [pack([samples[i] for i in part], 2, CPU, torch.float32) for part in order]
+    whole = trainer(target, 10, ttt_steps=2, optimizer=optimizer)
     losses = [whole.step(batch).loss for batch in batches]
-    half = trainer(target, 10, ttt_steps=2)
+    half = trainer(target, 10, ttt_steps=2, optimizer=optimizer)
     for batch in batches[:5]:
         half.step(batch)
     half.save(tmp_path / "state")
-    resumed = trainer(target, 10, seed=9, ttt_steps=2)  # its own beginning is another
+    resumed = trainer(target, 10, seed=9, ttt_steps=2, optimizer=optimizer)  # its own beginning is another
     resumed.restore(tmp_path / "state")
     assert [resumed.step(batch).loss for batch in batches[5:]] == losses[5:]
     assert checkpoint.digest(resumed.draft) == checkpoint.digest(whole.draft)
@@ -75,10 +75,10 @@ def test_a_state_of_another_schedule_is_refused(target, tmp_path):
 
 
 def test_a_state_that_is_no_number_stops_at_once(target, samples):
-    batch = pack(samples[:1], CPU, torch.float32)
+    batch = pack(samples[:1], 7, CPU, torch.float32)
     batch.aux[3, 5] = float("nan")
     with pytest.raises(UserError, match=r"loss nan.*step 0.*samples abc.*learning_rate"):
-        trainer(target, 10).step(batch, "abc")
+        trainer(target, 10).step(batch, names="abc")
 
 
 def test_learning_rate_warms_up_and_falls_to_its_floor(target):
@@ -94,15 +94,16 @@ def test_fitted_start_beats_random_before_any_training(target):
     """The tiny target's states are few enough for the regression to predict its own training positions."""
     answered = answer(target, prompts(24, seed=7), 40, capture=torch.float32)
     samples = [to_sample(a) for a in answered if len(a.ids) - a.prompt > 1]
-    batch = pack(samples, CPU, torch.float32)
-    slots = chain_lengths(batch.packed, 1).nonzero().flatten()
+    batch = pack(samples, 1, CPU, torch.float32)
 
     def accepted(draft):
         return sum(sum(t.accepted) for t in tallies(draft, samples, 3))
 
     draft = make_draft(target)
     before = accepted(draft)
-    start.fitted(draft, batch.aux[slots], batch.packed.ids[slots + 1], batch.last[slots + 1])
+    rows = batch.chains.state_row
+    assert rows is not None
+    start.fitted(draft, batch.aux[rows], batch.chains.next_ids, batch.last)
     assert accepted(draft) > 2 * before + 20
 
 
@@ -123,10 +124,10 @@ def test_evenly_includes_the_last_step():
     assert evenly(10, 3) == {1, 2, 3}
 
 
-def test_bfloat16_autocast_trains_with_float32_masters(target, samples):
+def test_bfloat16_products_train_with_float32_masters(target, samples):
     draft = make_draft(target).train()
     training = Trainer(draft, target.head.clone(), Train(ttt_steps=3, learning_rate=2e-3), 20, torch.bfloat16)
-    batch = pack(samples[:2], CPU, torch.float32)
+    batch = pack(samples[:2], 3, CPU, torch.bfloat16)
     losses = [training.step(batch).loss for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.dtype == torch.float32 for p in draft.parameters())

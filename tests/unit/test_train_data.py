@@ -14,7 +14,8 @@ from eyas.errors import UserError
 from eyas.store.codec import FP8
 from eyas.store.store import FeatureStore, create
 from eyas.store.writer import write
-from eyas.train.data import Steps, ahead, share, to_batch
+from eyas.train.data import Steps, share, to_batch
+from eyas.train.loader import Loader
 from eyas.train.packing import pack, plan
 from test_store_shard import sample
 
@@ -38,14 +39,15 @@ def test_batches_are_those_of_the_decoded_samples(
 ) -> None:
     store = make(tmp_path, dtype, complete)
     steps = plan(store.lengths, 40, 1, seed=3)
-    for rows, samples in zip(ahead(Steps(store, steps)), steps, strict=True):
-        batch, right = to_batch(rows, CPU, torch.float32), pack([store.sample(i) for i in samples], CPU, torch.float32)
+    for rows, samples in zip(Steps(store, steps), steps, strict=True):
+        batch = to_batch(rows, 3, CPU, torch.float32)
+        right = pack([store.sample(i) for i in samples], 3, CPU, torch.float32)
         assert rows.keys == [f"s{i}" for i in samples]
-        for name in ("ids", "answer", "starts"):
-            assert torch.equal(getattr(batch.packed, name), getattr(right.packed, name))
+        for name in ("slots", "depth", "seen", "next_ids", "counts", "label"):
+            assert torch.equal(getattr(batch.chains, name), getattr(right.chains, name))
         assert torch.equal(batch.argmax, right.argmax)
         assert torch.equal(batch.aux, right.aux)
-        assert torch.equal(batch.last.nan_to_num(77), right.last.nan_to_num(77))
+        assert torch.equal(batch.last, right.last)
         assert batch.last.dtype == torch.float32
 
 
@@ -61,7 +63,7 @@ def test_a_resumed_run_sees_what_an_undisturbed_one_sees(tmp_path: Path) -> None
     for first in range(len(steps)):
         again = Steps(FeatureStore.open(store.folder), steps, first)
         assert len(again) == len(steps) - first
-        assert [(rows.step, rows.keys) for rows in ahead(again)] == whole[first:]
+        assert [(rows.step, rows.keys) for rows in Loader(again.read, range(first, len(steps)), CPU)] == whole[first:]
 
 
 @settings(max_examples=30, deadline=None)
@@ -82,9 +84,9 @@ def test_every_rank_takes_every_step_even_without_samples(tmp_path: Path) -> Non
     store = make(tmp_path)
     ranks = [list(Steps(store, [[3, 4, 5], [7]], rank=rank, world=3)) for rank in range(3)]
     assert [[len(rows.keys) for rows in steps] for steps in ranks] == [[1, 1], [1, 0], [1, 0]]
-    empty = to_batch(ranks[2][1], CPU, torch.float32)
+    empty = to_batch(ranks[2][1], 3, CPU, torch.float32)
     assert (empty.aux.shape, empty.last.shape) == ((0, 24), (0, 8))
-    assert empty.packed.starts.tolist() == [0]
+    assert len(empty.chains) == 0
 
 
 def test_a_data_loader_takes_it(tmp_path: Path) -> None:
@@ -96,17 +98,16 @@ def test_a_data_loader_takes_it(tmp_path: Path) -> None:
 def test_reading_ahead_is_bounded_and_stops() -> None:
     taken: list[int] = []
 
-    def source():  # type: ignore[no-untyped-def]
-        for number in range(1, 100):
-            taken.append(number)
-            yield number
+    def read(number: int) -> int:
+        taken.append(number)
+        return number
 
-    reader = ahead(source(), depth=3)
+    reader = iter(Loader(read, range(1, 100), CPU, ahead=3))
     assert next(reader) == 1
     assert next(reader) == 2
     reader.close()
     assert taken[-1] <= 2 + 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("samples")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def test_a_damaged_sample_is_not_trained_on(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_damaged_sample_is_not_trained_on(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-3] ^= 1  # the mask of the ninth sample
     path.write_bytes(content)
-    reader = ahead(Steps(FeatureStore.open(folder), [[0], [8]]))
+    reader = iter(Loader(Steps(FeatureStore.open(folder), [[0], [8]]).read, [0, 1], CPU))
     assert next(reader).keys == ["s0"]
     with pytest.raises(UserError, match="sample s8 is damaged"):
         next(reader)

@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
+from eyas.draft import loss, plain
+from eyas.draft.chains import chain_lengths
 from eyas.draft.config import DraftConfig
-from eyas.draft.loss import Teacher, counting, unrolled_loss
+from eyas.draft.loss import Teacher, unrolled_loss
 from eyas.draft.model import DraftModel
-from eyas.draft.unroll import Packed, chain_lengths, unroll
+from eyas.draft.unroll import unroll
+from eyas.store.shard import Sample
+from eyas.train.packing import pack
 
 V, D, H = 23, 11, 12
 SHAPE = {"heads": 4, "groups": 2, "size": 6, "theta": 5000.0, "eps": 1e-5}
@@ -43,12 +47,19 @@ def make_documents(masks: list[list[bool]], seed: int = 0):
     ]
 
 
+def packed(documents, steps):
+    samples = [Sample(str(i), *d) for i, d in enumerate(documents)]
+    return pack(samples, steps, torch.device("cpu"), torch.float64)
+
+
+def batch_loss(draft, batch, head, counts, decay=0.8):
+    teacher = Teacher(batch.last, draft.t2d[batch.argmax], head[draft.target_ids])
+    return unrolled_loss(draft, batch.chains, list(unroll(draft, batch.chains, batch.aux)), teacher, counts, decay)
+
+
 def packed_loss(draft, documents, head, steps, decay=0.8):
-    ids, answer, aux, last, argmax = (torch.cat(column) for column in zip(*documents, strict=True))
-    starts = torch.tensor([0] + [len(d[0]) for d in documents]).cumsum(0)
-    batch = Packed(ids, answer, starts)
-    teacher = Teacher(batch, last, argmax, head[draft.target_ids], draft.t2d)
-    return unrolled_loss(draft, unroll(draft, batch, aux, steps), teacher, counting(batch, steps), decay)
+    batch = packed(documents, steps)
+    return batch_loss(draft, batch, head, batch.chains.counts, decay)
 
 
 MASKS = [
@@ -61,7 +72,11 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("fc_norm", "norm_output"), [(False, False), (True, False), (False, True), (True, True)])
-def test_loss_and_every_gradient_equal_the_reference(fc_norm, norm_output):
+@pytest.mark.parametrize("small", [False, True])
+def test_loss_and_every_gradient_equal_the_reference(fc_norm, norm_output, small, monkeypatch):
+    if small:  # several parts of everything that is done in parts
+        monkeypatch.setattr(plain, "BLOCK", 2)
+        monkeypatch.setattr(loss, "PART", 3 * D)
     draft = make_draft(fc_norm, norm_output)
     documents, head = make_documents(MASKS), torch.randn(V, H, dtype=torch.float64)
     packed_loss(draft, documents, head, 4).backward()
@@ -91,25 +106,29 @@ def test_any_masks_give_the_reference_loss(masks, steps):
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(1, 5))
 def test_chain_lengths_follow_the_definition(masks, steps):
-    batch = Packed(
-        torch.zeros(sum(map(len, masks)), dtype=torch.int64),
-        torch.tensor([flag for mask in masks for flag in mask]),
-        torch.tensor([0] + [len(mask) for mask in masks]).cumsum(0),
-    )
+    answer = torch.tensor([flag for mask in masks for flag in mask])
+    starts = torch.tensor([0] + [len(mask) for mask in masks]).cumsum(0)
     wanted = [sum(reference.counts(mask, t, k) for k in range(steps)) for mask in masks for t in range(len(mask))]
-    assert chain_lengths(batch, steps).tolist() == wanted
+    assert chain_lengths(answer, starts, steps).tolist() == wanted
 
 
 def test_packing_changes_nothing():
     draft, documents = make_draft(seed=5), make_documents(MASKS, seed=5)
     head = torch.randn(V, H, dtype=torch.float64)
-    batches = [Packed(d[0], d[1], torch.tensor([0, len(d[0])])) for d in documents]
-    counts = [sum(c) for c in zip(*(counting(b, 3) for b in batches), strict=True)]
-    apart = 0
-    for batch, (_, _, aux, last, argmax) in zip(batches, documents, strict=True):
-        teacher = Teacher(batch, last, argmax, head[draft.target_ids], draft.t2d)
-        apart = apart + unrolled_loss(draft, unroll(draft, batch, aux, 3), teacher, counts, 0.8)
-    torch.testing.assert_close(packed_loss(draft, documents, head, 3), apart, rtol=1e-12, atol=0)
+    batches = [packed([d], 3) for d in documents]
+    counts = sum(b.chains.counts for b in batches)
+    packed_loss(draft, documents, head, 3).backward()
+    together = {name: p.grad.clone() for name, p in draft.named_parameters() if p.requires_grad}
+    draft.zero_grad()
+    apart = 0.0
+    for batch in batches:
+        value = batch_loss(draft, batch, head, counts)
+        if len(batch.chains):
+            value.backward()
+        apart += float(value.detach())
+    assert apart == pytest.approx(float(packed_loss(draft, documents, head, 3).detach()), rel=1e-12)
+    for name, gradient in together.items():
+        torch.testing.assert_close(draft.get_parameter(name).grad, gradient, rtol=1e-10, atol=1e-13)
 
 
 def test_a_batch_without_answers_has_no_loss():

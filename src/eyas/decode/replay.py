@@ -5,7 +5,7 @@ forcing changes nothing here: a walk only ever uses a guess whose forerunners we
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ BATCH_TOKENS = 8192
 def tallies(draft: DraftModel, samples: Sequence[Sample], draft_tokens: int) -> list[Tally]:
     """The walk of each sample's answer (its last run of answer tokens), replayed together."""
     device = draft.fc.weight.device
-    batch = pack(samples, device, draft.fc.weight.dtype)
-    hits = torch.zeros(len(batch.packed.ids), draft_tokens, dtype=torch.int8, device=device)
-    for out in unroll(draft, batch.packed, batch.aux, draft_tokens):
-        guess = draft.target_ids[draft.logits(out.hidden).argmax(-1)]
-        hits[out.slots, out.step] = (guess == batch.packed.ids[out.slots + 2 + out.step]).to(torch.int8)
-    table, starts = hits.tolist(), batch.packed.starts.tolist()
+    batch = pack(samples, draft_tokens, device, draft.fc.weight.dtype)
+    chains, ids = batch.chains, torch.cat([s.ids for s in samples]).to(device)
+    hits = torch.zeros(len(ids), draft_tokens, dtype=torch.int8, device=device)
+    for step, hidden in enumerate(unroll(draft, chains, batch.aux)):
+        counting = chains.depth > step
+        slots = chains.slots[counting]
+        guess = draft.target_ids[draft.logits(hidden[counting]).argmax(-1)]
+        hits[slots, step] = (guess == ids[slots + 2 + step]).to(torch.int8)
+    table, starts = hits.tolist(), [0, *accumulate(len(s.ids) for s in samples)]
     walks = []
     for sample, (start, end) in zip(samples, pairwise(starts), strict=True):
         first = len(sample.ids) - answer_length(sample)

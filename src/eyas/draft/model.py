@@ -8,7 +8,9 @@ E head size.
 import torch
 from torch import nn
 
+from eyas.draft import fused
 from eyas.draft.config import DraftConfig
+from eyas.draft.product import Projection
 from eyas.draft.rotary import frequencies
 
 
@@ -22,8 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Norm over the last dimension; shape and dtype stay."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return fused.norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -31,10 +32,10 @@ class Attention(nn.Module):
 
     def __init__(self, c: DraftConfig) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_proj = Projection(2 * c.hidden_size, c.num_attention_heads * c.head_dim)
+        self.k_proj = Projection(2 * c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.v_proj = Projection(2 * c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.o_proj = Projection(c.num_attention_heads * c.head_dim, c.hidden_size)
 
 
 class MLP(nn.Module):
@@ -42,13 +43,13 @@ class MLP(nn.Module):
 
     def __init__(self, c: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Projection(c.hidden_size, c.intermediate_size)
+        self.up_proj = Projection(c.hidden_size, c.intermediate_size)
+        self.down_proj = Projection(c.intermediate_size, c.hidden_size)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        return self.down_proj(nn.functional.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+        return self.down_proj(fused.gated(self.gate_proj(x_TH), self.up_proj(x_TH)))
 
 
 class Layer(nn.Module):
@@ -81,17 +82,30 @@ class DraftModel(nn.Module):
                 f"embeddings of width {embed_tokens.weight.shape[1]} do not fit a draft of {c.hidden_size}"
             )
         self.config = c
-        self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
+        self.fc = Projection(3 * c.hidden_size, c.hidden_size)
         if c.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
         self.midlayer = Layer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        self.lm_head = Projection(c.hidden_size, c.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
         self.embed_tokens = embed_tokens.requires_grad_(False)
         inverse, self.rotary_scale = frequencies(c.rope_parameters, c.head_dim, c.max_position_embeddings)
         self.register_buffer("inverse_frequencies", inverse, persistent=False)
+
+    def work_in(self, dtype: torch.dtype) -> None:
+        """Multiply inputs of `dtype` with copies of the weights in it; call again whenever the weights have changed."""
+        modules = [m for m in self.modules() if isinstance(m, Projection)]
+        if dtype == self.fc.weight.dtype:
+            for module in modules:
+                module.working = None
+            return
+        with torch.no_grad():
+            for module in modules:
+                if module.working is None or module.working.dtype != dtype:
+                    module.working = torch.empty_like(module.weight, dtype=dtype)
+                module.working.copy_(module.weight)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Take the sorted target ids [D] that the draft knows as its vocabulary."""
@@ -116,15 +130,18 @@ class DraftModel(nn.Module):
 
     def inputs(self, state_TH: torch.Tensor, next_ids_T: torch.Tensor) -> torch.Tensor:
         """Layer input [T, 2H]: the normed embedding of the next token first, then the normed state."""
-        embed_TH = self.embed_tokens(next_ids_T).to(state_TH.dtype)
-        return torch.cat([self.midlayer.input_layernorm(embed_TH), self.midlayer.hidden_norm(state_TH)], dim=-1)
+        layer = self.midlayer
+        weights = layer.input_layernorm.weight, layer.hidden_norm.weight
+        return fused.norm_both(
+            self.embed_tokens(next_ids_T), weights[0], state_TH, weights[1], self.config.rms_norm_eps
+        )
 
     def angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [T, E] of the rotary embedding at `positions` [T]."""
+        """Cosine and sine [T, E] of the rotary embedding at `positions` [T], in float32; in float64 for such inputs."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         turns = positions[:, None].to(wide) * self.inverse_frequencies.to(wide)
         turns = torch.cat([turns, turns], -1)
-        return (turns.cos() * self.rotary_scale).to(like.dtype), (turns.sin() * self.rotary_scale).to(like.dtype)
+        return turns.cos() * self.rotary_scale, turns.sin() * self.rotary_scale
 
     def queries(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotated queries [T, A, E] of layer inputs [T, 2H]."""
@@ -139,9 +156,12 @@ class DraftModel(nn.Module):
 
     def finish(self, attended_TAE: torch.Tensor, state_TH: torch.Tensor) -> torch.Tensor:
         """The rest of the layer after attention: the next state h' [T, H], before the final norm."""
-        residual_TH = self.midlayer.hidden_norm(state_TH) if self.config.norm_before_residual else state_TH
-        hidden_TH = residual_TH + self.midlayer.self_attn.o_proj(attended_TAE.flatten(-2))
-        return hidden_TH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_TH))
+        layer = self.midlayer
+        residual_TH = layer.hidden_norm(state_TH) if self.config.norm_before_residual else state_TH
+        update_TH = layer.self_attn.o_proj(attended_TAE.flatten(-2))
+        weight = layer.post_attention_layernorm.weight
+        hidden_TH, normed_TH = fused.add_norm(residual_TH, update_TH, weight, self.config.rms_norm_eps)
+        return hidden_TH + layer.mlp(normed_TH)
 
     def hand_on(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """The state that the next step receives: h' itself; with EAGLE-3.1's `norm_output` the normed one."""
@@ -152,7 +172,4 @@ class DraftModel(nn.Module):
         return self.lm_head(self.norm(hidden_TH))
 
     def _rotate(self, flat: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        heads = flat.unflatten(-1, (-1, self.config.head_dim))
-        cos, sin = (part.unsqueeze(-2) for part in angles)
-        first, second = heads.chunk(2, dim=-1)
-        return heads * cos + torch.cat([-second, first], -1) * sin
+        return fused.rotate(flat.unflatten(-1, (-1, self.config.head_dim)), *angles)

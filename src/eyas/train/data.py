@@ -6,26 +6,19 @@ ranks, so that the step is the same whatever their number. States travel to the 
 read and copied, and is decoded there.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch.utils.data import IterableDataset
 
-from eyas.draft.unroll import Packed
+from eyas.draft.chains import chains
 from eyas.store import codec
 from eyas.store.codec import FP8
 from eyas.store.layout import Layout, supervised
 from eyas.store.sample import Columns
 from eyas.store.store import FeatureStore
 from eyas.train.packing import Batch
-
-AHEAD = 2
-"""Steps that are read before they are asked for."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +40,7 @@ class Steps(IterableDataset[Rows]):
 
     A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from
     which a GPU copies beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states
-    through /dev/shm: `ahead` reads on a thread. Raises UserError where a sample is damaged.
+    through /dev/shm: `train/loader.py` reads on a thread. Raises UserError where a sample is damaged.
     """
 
     def __init__(
@@ -69,14 +62,13 @@ class Steps(IterableDataset[Rows]):
 
     def __iter__(self) -> Iterator[Rows]:
         assert torch.utils.data.get_worker_info() is None, "not in a DataLoader's worker"
-        for step in range(self._first, len(self._plan)):
-            samples = self._plan[step]
-            if self._world > 1:
-                samples = share(samples, self._store.lengths, self._rank, self._world)
-            yield self._read(step, samples)
+        return map(self.read, range(self._first, len(self._plan)))
 
-    def _read(self, step: int, samples: Sequence[int]) -> Rows:
-        """Read the samples side by side, in the form of a shard of their own."""
+    def read(self, step: int) -> Rows:
+        """Read what this rank gets of a step, side by side, in the form of a shard of its own."""
+        samples = self._plan[step]
+        if self._world > 1:
+            samples = share(samples, self._store.lengths, self._rank, self._world)
         found = [self._store.where(i) for i in samples]
         layout = Layout([shard.place(index) for shard, index in found], *self._kind)
         columns = layout.allocate(self._pin)
@@ -96,33 +88,34 @@ def share(samples: Sequence[int], lengths: Sequence[int], rank: int, world: int)
     return mine
 
 
-def ahead(steps: Iterable[T], depth: int = AHEAD) -> Iterator[T]:
-    """The same items, read on a thread, `depth` of them before they are asked for. Errors come where they belong."""
-    source = iter(steps)
-    pool = ThreadPoolExecutor(1, "samples")
-    try:
-        waiting: deque[Future[T | None]] = deque(pool.submit(next, source, None) for _ in range(depth))
-        while (item := waiting.popleft().result()) is not None:
-            waiting.append(pool.submit(next, source, None))
-            yield item
-    finally:
-        pool.shutdown(cancel_futures=True)
+def to_batch(rows: Rows, steps: int, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch of `steps` unroll steps on `device`: only what is read goes there, and is decoded there, to `dtype`."""
+    starts = torch.tensor(rows.layout.offsets)
+    what = chains(rows.columns["input_ids"].long(), rows.columns["loss_mask"].bool(), starts, steps)
+    labels = what.slots + 1
+    kept = labels
+    if len(rows.columns["last"]) < len(rows.columns["aux"]):
+        there = _kept(rows)
+        assert bool(there[labels].all()), "a label whose last state was not kept"
+        kept = (there.cumsum(0) - 1)[labels]
+
+    def taken(name: str, places: torch.Tensor) -> torch.Tensor:
+        column = rows.columns[name].to(device, non_blocking=True)
+        picked = _take(column, places.to(device, non_blocking=True))
+        if column.dtype != FP8:
+            return picked.to(dtype)
+        scale = rows.columns[f"{name}_scale"].to(device, non_blocking=True)
+        return codec.decode(picked, _take(scale, places.to(device)), dtype)
+
+    argmax = rows.columns["argmax"].long()[labels].to(device, non_blocking=True)
+    return Batch(what.to(device), taken("aux", what.seen), taken("last", kept), argmax)
 
 
-def to_batch(rows: Rows, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Copy to `device` and decode there, states as `dtype`; rows of `last` that were not kept are NaN."""
-    there = {name: tensor.to(device, non_blocking=True) for name, tensor in rows.columns.items()}
-    aux, last = there["aux"], there["last"]
-    if aux.dtype == FP8:
-        aux = codec.decode(aux, there["aux_scale"], dtype)
-        last = codec.decode(last, there["last_scale"], dtype)
-    if len(last) < len(aux):
-        kept, some = _kept(rows), last
-        last = torch.full((len(aux), some.shape[1]), torch.nan, device=device, dtype=dtype)
-        last[kept.to(device)] = some.to(dtype)
-    starts = torch.tensor(rows.layout.offsets, device=device)
-    packed = Packed(there["input_ids"].long(), there["loss_mask"].bool(), starts)
-    return Batch(packed, aux.to(dtype), last.to(dtype), there["argmax"].long())
+def _take(column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """column[places]; bytes are indexed as such, since not every device indexes float8."""
+    if column.dtype != FP8:
+        return column[places]
+    return column.view(torch.uint8)[places].view(FP8)
 
 
 def _kept(rows: Rows) -> torch.Tensor:

@@ -7,52 +7,96 @@ moments and that number. Kept as one safetensors file, written atomically.
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
 import torch
 
-from eyas.config import Train
-from eyas.draft.loss import Teacher, counting, unrolled_loss
+from eyas.draft import fused
+from eyas.draft.loss import Teacher, unrolled_loss
 from eyas.draft.model import DraftModel
 from eyas.draft.unroll import unroll
 from eyas.errors import UserError
 from eyas.files import write_atomic
+from eyas.train.optimizer import Optimizer
 from eyas.train.packing import Batch
+from eyas.train.parallel import World
+
+if TYPE_CHECKING:
+    from eyas.config import Train
+
+
+ALONE = World()
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step was like: its loss, the learning rate, supervised positions at step 0."""
+    """What one optimizer step was like. To ask waits for the device; a figure that is no number is a UserError."""
 
     number: int
-    loss: float
     learning_rate: float
-    positions: int
+    names: str
+    figures: torch.Tensor
+    """float64 [3] on the device: loss, gradient norm before clipping, positions that count at step 0."""
+
+    @property
+    def loss(self) -> float:
+        return self._read()[0]
+
+    @property
+    def gradient_norm(self) -> float:
+        return self._read()[1]
+
+    @property
+    def positions(self) -> int:
+        return int(self._read()[2])
+
+    def check(self) -> None:
+        """Raise the UserError if there is reason."""
+        self._read()
+
+    def _read(self) -> list[float]:
+        loss, norm, positions = self.figures.tolist()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise UserError(
+                f"train: loss {loss}, gradient norm {norm} at step {self.number - 1}, samples {self.names}: "
+                "lower train.learning_rate, or remove these samples"
+            )
+        return [loss, norm, positions]
 
 
 class Trainer:
     """A draft in training.
 
-    `head` [D, H]: the target's lm_head rows of the draft vocabulary. `autocast`: dtype of the matrix products, None
-    for the parameters' own (float32 masters stay in either case).
+    `head` [D, H]: the target's lm_head rows of the draft vocabulary. `dtype`: of the states and matrix products, None
+    for the parameters' own (these, their gradients and the optimizer's moments stay as they are in either case).
+    `compile`: on CUDA, compile what stands between the products, about a minute at the first steps. `world`: the
+    processes that train together; each is given its own parts of every batch.
     """
 
     def __init__(
-        self, draft: DraftModel, head: torch.Tensor, config: Train, steps: int, autocast: torch.dtype | None = None
+        self,
+        draft: DraftModel,
+        head: torch.Tensor,
+        config: "Train",
+        steps: int,
+        dtype: torch.dtype | None = None,
+        compile: bool = True,
+        world: World = ALONE,
     ) -> None:
-        self.draft, self.head, self.config, self.steps, self.autocast = draft, head, config, steps, autocast
+        self.draft, self.config, self.steps = draft, config, steps
+        self.compile, self.world = compile, world
+        self.dtype = dtype or draft.fc.weight.dtype
+        self.head = head.to(self.dtype)
         self.number = 0
-        self.loss: float | None = None
-        """Of the newest step."""
+        self._newest: Step | None = None
+        self._loss: float | None = None
         self._named = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
-        matrices = [p for _, p in self._named if p.dim() >= 2]
-        vectors = [p for _, p in self._named if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        first, second = config.betas
-        self._optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(first, second), fused=True)
+        self._optimizer = Optimizer(self._named, config)
 
     def learning_rate(self, number: int) -> float:
         """Of optimizer step `number`, counted from 0: linear warm-up, then a cosine down to its floor."""
@@ -62,37 +106,55 @@ class Trainer:
         cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * number / self.steps))
         return c.learning_rate * min(1.0, (number + 1) / warmup) * cosine
 
-    def step(self, batch: Batch, names: str = "") -> Step:
-        """Train on one batch. A loss or gradient that is no number is a UserError that names step and samples."""
-        c = self.config
-        counts = counting(batch.packed, c.ttt_steps)
-        with torch.autocast(self.head.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            teacher = Teacher(batch.packed, batch.last, batch.argmax, self.head, self.draft.t2d)
-            outputs = unroll(self.draft, batch.packed, batch.aux, c.ttt_steps)
-            loss = unrolled_loss(self.draft, outputs, teacher, counts, c.step_decay)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named], c.clip)
-        value = float(loss.detach())
-        if not math.isfinite(value) or not math.isfinite(float(norm)):
-            raise UserError(
-                f"train: loss {value}, gradient norm {float(norm)} at step {self.number}, samples {names}: "
-                "lower train.learning_rate, or remove these samples"
-            )
-        rate = self.learning_rate(self.number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+    @property
+    def loss(self) -> float | None:
+        """Of the newest step."""
+        return self._loss if self._newest is None else self._newest.loss
+
+    def step(self, *parts: Batch, names: str = "") -> Step:
+        """Train on one batch, given in parts that are packed apart and accumulated.
+
+        A loss or gradient that is no number is a UserError that names step and samples: at once on a processor, on a
+        GPU at the next step, so that it never waits; nothing spoiled is ever saved.
+        """
+        device = self.head.device
+        self.draft.work_in(self.dtype)
+        counts = torch.stack([part.chains.counts for part in parts]).sum(0)
+        self.world.add([counts])
+        loss = torch.zeros((), device=device)
+        with fused.compiling() if self.compile else nullcontext():
+            for part in parts:
+                loss += self._backward(part, counts)
+        self._add_up(loss)
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self.config.clip)
+        before, rate = self._newest, self.learning_rate(self.number)
+        self._optimizer.step(rate)
         self.number += 1
-        self.loss = value
-        return Step(self.number, value, rate, counts[0])
+        self._newest = Step(self.number, rate, names, torch.stack([loss, norm, counts[0]]).double())
+        checked = self._newest if device.type == "cpu" else before
+        if checked is not None:
+            checked.check()
+        return self._newest
+
+    def _add_up(self, loss: torch.Tensor) -> None:
+        if self.world.size > 1:
+            for _, p in self._named:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.world.add([loss, *(p.grad for _, p in self._named if p.grad is not None)])
+
+    def _backward(self, part: Batch, counts: torch.Tensor) -> torch.Tensor:
+        known = self.draft.t2d[part.argmax] & (part.argmax >= 0)
+        outputs = list(unroll(self.draft, part.chains, part.aux))
+        teacher = Teacher(part.last, known, self.head, self.config.temperature)
+        loss = unrolled_loss(self.draft, part.chains, outputs, teacher, counts, self.config.step_decay)
+        if outputs:
+            loss.backward()
+        return loss.detach()
 
     def save(self, path: Path) -> None:
         """Write everything that a resumed run needs."""
         state = {name: p.detach() for name, p in self._named} | {"d2t": self.draft.d2t, "t2d": self.draft.t2d}
-        for name, p in self._named:
-            for moment in ("exp_avg", "exp_avg_sq") if p in self._optimizer.state else ():
-                state[f"{moment}:{name}"] = self._optimizer.state[p][moment]
+        state |= self._optimizer.state()
         host = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
         about = {"eyas": json.dumps({"number": self.number, "steps": self.steps, "loss": self.loss})}
         write_atomic(path, safetensors.torch.save(host, metadata=about))
@@ -107,15 +169,13 @@ class Trainer:
             raise UserError(f"{path}: damaged training state ({error}); delete it to begin anew") from error
         if about["steps"] != self.steps:
             raise UserError(f"{path}: of a schedule with {about['steps']} steps, not {self.steps}; delete it")
-        self.number, self.loss = int(about["number"]), about["loss"]
+        self.number, self._loss, self._newest = int(about["number"]), about["loss"], None
         with torch.no_grad():
             self.draft.d2t.copy_(state["d2t"])
             self.draft.t2d.copy_(state["t2d"])
             for name, p in self._named:
                 p.copy_(state[name])
-                if self.number:
-                    moments = {m: state[f"{m}:{name}"].to(p.device).clone() for m in ("exp_avg", "exp_avg_sq")}
-                    self._optimizer.state[p] = {"step": torch.tensor(float(self.number), device=p.device), **moments}
+        self._optimizer.restore({key: value for key, value in state.items() if ":" in key})
 
 
 def evenly(times: int, steps: int) -> set[int]:

@@ -5,18 +5,22 @@ Orders depend on the seed and the epoch alone, so that a resumed run sees what a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from eyas.draft.unroll import Packed
+from eyas.draft.chains import Chains, chains
 from eyas.store.shard import Sample
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed samples with their features: `aux` [T, 3H] and `last` [T, H] in one dtype, `argmax` int64 [T]."""
+    """Packed samples with the features that somebody reads, in the dtype to work in.
 
-    packed: Packed
+    `aux` [s, 3H] at `chains.seen`; `last` [n, H] and `argmax` int64 [n], -1 for unknown, at each row's label.
+    """
+
+    chains: Chains
     aux: torch.Tensor
     last: torch.Tensor
     argmax: torch.Tensor
@@ -47,17 +51,32 @@ def plan(lengths: Sequence[int], budget: int, epochs: float, seed: int) -> list[
     return batches
 
 
-def pack(samples: Sequence[Sample], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Lay samples one after another on `device`, states as `dtype`."""
-    ends = torch.tensor([0] + [len(s.ids) for s in samples]).cumsum(0)
-    packed = Packed(
-        torch.cat([s.ids for s in samples]).to(device),
-        torch.cat([s.answer for s in samples]).to(device),
-        ends.to(device),
-    )
+def pack(samples: Sequence[Sample], steps: int, device: torch.device, dtype: torch.dtype) -> Batch:
+    """Lay samples one after another on `device`, states as `dtype`, for `steps` steps; copies do not wait."""
+    starts = torch.tensor([0] + [len(s.ids) for s in samples]).cumsum(0)
+    what = chains(torch.cat([s.ids for s in samples]), torch.cat([s.answer for s in samples]), starts, steps)
+    widths = torch.searchsorted(what.seen, starts).diff().tolist()
+    rows = torch.searchsorted(what.slots, starts).tolist()
+    labels = [what.slots[a:b] - start + 1 for (a, b), start in zip(pairwise(rows), starts.tolist(), strict=False)]
+
+    def joined(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        parts = [part.to(dtype) for part in parts]
+        if parts[0].device.type == device.type:
+            return torch.cat(parts)
+        shape = sum(map(len, parts)), *parts[0].shape[1:]
+        pinned = torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.cat(parts, out=pinned).to(device, non_blocking=True)
+
     return Batch(
-        packed,
-        torch.cat([s.aux for s in samples]).to(device, dtype),
-        torch.cat([s.last for s in samples]).to(device, dtype),
-        torch.cat([s.argmax for s in samples]).to(device, torch.int64),
+        what.to(device),
+        joined([s.aux[:width] for s, width in zip(samples, widths, strict=True)], dtype),
+        joined([_at(s.last, label) for s, label in zip(samples, labels, strict=True)], dtype),
+        joined([_at(s.argmax, label) for s, label in zip(samples, labels, strict=True)], torch.int64),
     )
+
+
+def _at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[places], without a copy where these ascending places stand side by side."""
+    if len(places) and int(places[-1] - places[0]) == len(places) - 1:
+        return x[int(places[0]) : int(places[-1]) + 1]
+    return x[places]

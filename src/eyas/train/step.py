@@ -13,7 +13,6 @@ from eyas.decode.replay import pooled, replay, spread
 from eyas.draft import checkpoint, start, vocabulary
 from eyas.draft.config import DraftConfig
 from eyas.draft.model import DraftModel
-from eyas.draft.unroll import chain_lengths
 from eyas.engines import target as targets
 from eyas.engines import weights
 from eyas.engines.device import native_bfloat16, pick_device, use_threads
@@ -23,9 +22,10 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
-from eyas.train.data import Steps, ahead, to_batch
+from eyas.train.data import Rows, Steps, to_batch
+from eyas.train.loader import Loader
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
-from eyas.train.packing import pack, plan
+from eyas.train.packing import Batch, pack, plan
 
 STATE, RESULT, CURVE = "state.safetensors", "training.json", "curve.json"
 DRAFT = "draft"
@@ -53,8 +53,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     heldout = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
     draft, head = build(spec, device)
-    autocast = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else None
-    trainer = Trainer(draft, head, config, len(batches), autocast)
+    dtype = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
+    trainer = Trainer(draft, head, config, len(batches), dtype)
     state = out / STATE
     if state.is_file():
         trainer.restore(state)
@@ -70,8 +70,14 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
     recent: list[Step] = []
     began, first = time.monotonic(), trainer.number
-    for rows in ahead(Steps(store, batches, trainer.number, pin=device.type == "cuda")):
-        recent.append(trainer.step(to_batch(rows, device, torch.float32), _names(rows.keys)))
+    steps = Steps(store, batches, pin=device.type == "cuda")
+
+    def load(number: int) -> tuple[Rows, Batch]:
+        rows = steps.read(number)
+        return rows, to_batch(rows, config.ttt_steps, device, dtype)
+
+    for rows, batch in Loader(load, range(trainer.number, len(batches)), device):
+        recent.append(trainer.step(batch, names=_names(rows.keys)))
         progress.advance(tokens[rows.step])
         if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
             said = sum(tokens[: trainer.number])
@@ -126,12 +132,12 @@ def begin(
     aux, following, goals = [], [], []
     found = 0
     for i in torch.randperm(count, generator=generator).tolist():
-        batch = pack([sample(i)], draft.fc.weight.device, torch.float32)
-        slots = chain_lengths(batch.packed, 1).nonzero().flatten()
-        aux.append(batch.aux[slots])
-        following.append(batch.packed.ids[slots + 1])
-        goals.append(batch.last[slots + 1])
-        found += len(slots)
+        batch = pack([sample(i)], 1, draft.fc.weight.device, torch.float32)
+        rows = batch.chains.state_row
+        aux.append(batch.aux if rows is None else batch.aux[rows])
+        following.append(batch.chains.next_ids)
+        goals.append(batch.last)
+        found += len(batch.chains)
         if found >= start.MOST:
             break
     if not found:
