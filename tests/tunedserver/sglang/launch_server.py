@@ -54,6 +54,7 @@ def serve(asked: argparse.Namespace, seconds: float, done: list[Any]) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             self.reply({"disable_overlap_schedule": False, "token_seconds": seconds})
