@@ -1,12 +1,14 @@
 """`eyas tune`, whole, against servers that it starts itself; how fast they are is made up by what their flags say."""
 
+import dataclasses
+import io
 import json
-import os
 import random
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from eyas.bench import measure
 from eyas.bench.measure import Block, Load, Prompt, Request
-from eyas.bench.tune import trial, tune
+from eyas.bench.tune import contest, machine, trial, tune
 from eyas.config import RunConfig, parse
 from eyas.engines import target as targets
 from eyas.engines.sglang import command, info
@@ -92,9 +94,8 @@ def test_the_fastest_wins_and_what_crashes_or_dies_is_a_row(
     assert "--disable-overlap-schedule" in found["launch"]
     assert {one["name"]: one["why"] for one in found["left_out"]}["NCCL_*"].startswith("no GPU")
 
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console = Console(width=120, record=True, file=io.StringIO())
     tuned.show(found, console)
-    console.file.close()
     text = console.export_text()
     assert "num-continuous-decode-steps 4" in text
     assert "failed: the server did not start" in text
@@ -187,6 +188,48 @@ def test_nothing_to_try_loads_nothing(tiny_llama: Path, tmp_path: Path, made_up:
     assert found["why"] == "nothing that could be set matters here"
     assert not write_plot(found, tmp_path / "tune.svg")
     assert made_up == []
+
+
+def test_nccl_settings_that_win_outside_are_tried_on_the_server(
+    tiny_llama: Path, tmp_path: Path, made_up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs that are not there: what the machine is and how long an all-reduce takes are made up."""
+    real = machine.read
+
+    def two_gpus(config: Any, flags: Any) -> machine.Machine:
+        found = real(config.model_copy(update={"args": {"device": "cpu"}}), flags)
+        return dataclasses.replace(found, device="cuda", gpus=2, gpu="H200", capability=(9, 0), links="nvlink")
+
+    noise = random.Random(0)
+
+    def times(group: contest.Group, env: Mapping[str, str], repeats: int) -> list[list[float]]:
+        assert (group.world, group.elements, group.dtype) == (2, (2 * hidden,), "float32")
+        if env.get("NCCL_ALGO") == "Tree":
+            raise UserError("hung: no end within 120 s")
+        speed = 1.5 if env.get("NCCL_PROTO") == "LL" else 1.0
+        return [[1e-5 / speed * noise.lognormvariate(0, 0.01) for _ in range(repeats)]]
+
+    monkeypatch.setattr(tune.machine, "read", two_gpus)
+    monkeypatch.setattr(contest.Group, "run", times)
+    hidden = json.loads((tiny_llama / "config.json").read_text())["hidden_size"]
+    for name in ("NCCL_PROTO", "NCCL_ALGO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"):
+        monkeypatch.delenv(name, raising=False)
+    rules = {"NCCL_PROTO=LL": 0.5}
+    said = config(tiny_llama, rules, tune={"options": ["disable-custom-all-reduce"]})
+    said["server"] |= {"tp": 2, "args": {}}
+    found = run(said, tmp_path)
+    assert found["all_reduce"]["best"][0] == {"NCCL_PROTO": "LL"}
+    assert found["winner"]["flags"] == {"disable-custom-all-reduce": True}
+    assert found["winner"]["env"] == {"NCCL_PROTO": "LL"}
+    assert " NCCL_PROTO=LL " in found["launch"]
+    left = {one["name"]: one["why"] for one in found["left_out"]}
+    assert "NVLink" in left["NCCL_P2P_DISABLE=1"]
+    console = Console(width=120, record=True, file=io.StringIO())
+    tuned.show(found, console)
+    text = console.export_text()
+    assert re.search(r"NCCL_ALGO=Tree +1 +hung: no end within 120 s", text)
+    assert re.search(r"NCCL_PROTO=LL +3 +6\.\d +1\.[45]", text)
+    assert "SGLang unknown, 2 x H200, linked by nvlink" in text
 
 
 def test_as_a_step_it_gives_every_server_of_the_run_what_it_found(

@@ -59,7 +59,7 @@ def searched(server: Played, factors: list[Factor], most: int) -> tuple[list[tup
     default = server.take(DEFAULT, lambda _: False)
     rows = search(default, factors, server, most)
     chosen = choose(rows)
-    confirmed = confirm(chosen.setting, server, most) if chosen else None
+    confirmed = confirm(chosen.setting, server) if chosen else None
     won = chosen.setting.name if chosen and confirmed and confirmed.why is None else None
     return [(row.setting.name, row.why) for row in rows], won
 

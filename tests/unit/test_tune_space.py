@@ -1,11 +1,14 @@
 """The search space: what is left out, and why."""
 
 import dataclasses
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eyas.bench.tune import machine
+from eyas.bench.tune import machine, probe
 from eyas.bench.tune.machine import Machine
 from eyas.bench.tune.space import FLAGS, Factor, facts, grid_loads, nccl_candidates, space
 from eyas.config import Server, Tune
@@ -46,13 +49,15 @@ def test_on_one_gpu_nothing_is_reduced() -> None:
 
 
 def test_what_the_default_server_does_anyway_is_not_tried() -> None:
-    served = {"attention_backend": "fa3", "disable_overlap_schedule": True, "cuda_graph_max_bs_decode": 256}
+    served: dict[str, Any] = {"attention_backend": "fa3", "disable_overlap_schedule": True}
+    served |= {"cuda_graph_config": {"decode": {"max_bs": 256}}}
     factors, left = made(H200, served, goal="throughput@64")
     assert "attention-backend fa3" not in factors["attention-backend"]
     assert "off here by default" in left["disable-overlap-schedule"]
     assert "graphs reach 256 requests already" in left["cuda-graph-max-bs-decode"]
     assert "cuda-graph-max-bs" not in {*left, *factors}, "an old name where the new one is known"
-    factors, _ = made(H200, {**served, "cuda_graph_max_bs_decode": 32}, goal="latency+throughput@64")
+    served = {"cuda_graph_config": {"decode": {"max_bs": None}}, "cuda_graph_max_bs_decode": 32}
+    factors, _ = made(H200, served, goal="latency+throughput@64")
     assert factors["cuda-graph-max-bs-decode"] == ["cuda-graph-max-bs-decode 64"]
     assert factors["enable-mixed-chunk"] == ["enable-mixed-chunk"]
 
@@ -155,3 +160,39 @@ def test_links_between_gpus(cells: str, links: str) -> None:
     else:
         text = "\tGPU0\nGPU0\t X \t0-15\n"
     assert machine.links(text) == links
+
+
+def test_a_flag_that_is_only_declared_is_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(
+        'parser.add_argument("--a-flag", default=ServerArgs.a_flag)\na_flag: int = 1\nif self.other_flag: ...\n'
+    )
+    (tmp_path / "sglang" / "srt" / "scheduler.py").write_text("steps = args.third_flag_too\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert probe.unread(["a-flag", "other-flag", "third-flag"]) == ["a-flag", "third-flag"]
+
+
+def test_the_machine_as_the_servers_interpreter_sees_it(tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA H200", "capability": [9, 0]}
+    said: dict[str, Any] = {"version": "0.5.17", "packages": ["flashinfer"], "unread": ["x"], "gpus": [gpu, gpu]}
+    said["topology"] = "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n"
+    (tmp_path / "facts").write_text(probe.BEGIN + json.dumps(said))
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+case "$1" in
+  *probe.py) echo noise; cat {tmp_path}/facts ;;
+  *) echo "  --model-path MODEL_PATH"; echo "  --attention-backend {{fa3,triton}}" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    found = machine.read(Server(python=str(python)), FLAGS)
+    assert found == Machine(
+        "cuda", "0.5.17", {"model-path": (), "attention-backend": ("fa3", "triton")}, frozenset({"x"}),
+        frozenset({"flashinfer"}), 2, "NVIDIA H200", (9, 0), "nvlink",
+    )  # fmt: skip
+    python.write_text("#!/bin/sh\necho 'ImportError: no torch' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="cannot say what machine this is: ImportError: no torch"):
+        machine.read(Server(python=str(python)), FLAGS)

@@ -151,7 +151,8 @@ def trials(rows: Sequence[tuple[str, float, float | None, float | None, bool]]) 
             spread = [[max(0.0, ratio - (low or ratio))], [max(0.0, (high or ratio) - ratio)]]
             colour, marker = (DECODED, "s") if chosen else (PREDICTED, "o")
             axes.errorbar([ratio], [row], xerr=spread, color=colour, marker=marker, linestyle="none", capsize=3)
-        axes.set_yticks(range(len(rows)), [name if len(name) < 34 else name[:32] + "…" for name, *_ in rows])
+        # Where names are long, their ends differ.
+        axes.set_yticks(range(len(rows)), [name if len(name) < 34 else "…" + name[-32:] for name, *_ in rows])
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")

@@ -16,6 +16,7 @@ from typing import Any
 TOKEN_SECONDS = 0.004
 FLAGS = {
     "device": str,
+    "disable-custom-all-reduce": bool,
     "disable-overlap-schedule": bool,
     "enable-mixed-chunk": bool,
     "num-continuous-decode-steps": int,
@@ -32,9 +33,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", **({"action": "store_true"} if kind is bool else {"type": kind}))
     asked, _ = parser.parse_known_args()
     # Read as SGLang's own code would read them: asked.disable_overlap_schedule, asked.enable_mixed_chunk,
-    # asked.num_continuous_decode_steps.
+    # asked.num_continuous_decode_steps, asked.disable_custom_all_reduce.
     rules = json.loads(os.environ.get("TUNED", "{}"))
     on = [name for name in FLAGS if getattr(asked, name.replace("-", "_"))]
+    on += [f"{name}={value}" for name, value in os.environ.items()]
     done = [rules[name] for name in on if name in rules]
     if "crash" in done:
         print("Traceback (most recent call last):\nValueError: no such kernel", flush=True)
@@ -52,6 +54,7 @@ def serve(asked: argparse.Namespace, seconds: float, done: list[Any]) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             self.reply({"disable_overlap_schedule": False, "token_seconds": seconds})

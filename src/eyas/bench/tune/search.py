@@ -73,7 +73,7 @@ def search(default: Trial, factors: Sequence[Factor], server: Server, most: int)
     for factor, setting in (pair for turn in lined for pair in turn if pair is not None):
         if factor.name in lost:
             rows.append(Row(factor.name, setting, why="a smaller change in this direction was slower, or failed"))
-        elif server.loads + 1 + PERIODS - (not _winners(rows)) > most:
+        elif server.loads + 1 + _kept_back(rows) > most:
             rows.append(Row(factor.name, setting, why=SPENT))
         else:
             rows.append(_row(factor.name, setting, default, server))
@@ -84,11 +84,16 @@ def search(default: Trial, factors: Sequence[Factor], server: Server, most: int)
         together = winners[0].setting
         for row in winners[1:]:
             together |= row.setting
-        if server.loads + PERIODS <= most:  # its server is up when the confirmation begins
-            rows.append(_row("combination", together, default, server))
-        else:
-            rows.append(Row("combination", together, why=SPENT))
+        rows.append(_row("combination", together, default, server))
     return rows
+
+
+def _kept_back(rows: Sequence[Row]) -> int:
+    """Loads that are not for the next setting: the confirmation's, and one for a combination, if it can come to that.
+
+    Before anything has won, the next setting's own server would be up for its confirmation.
+    """
+    return PERIODS + 1 if _winners(rows) else PERIODS - 1
 
 
 def _row(factor: str, setting: Setting, default: Trial, server: Server) -> Row:
@@ -141,21 +146,16 @@ class Confirmation:
         return {"ratio": self.ratio, "drift": self.drift, "order": self.order, "why": self.why}
 
 
-def confirm(chosen: Setting, server: Server, most: int) -> Confirmation:
+def confirm(chosen: Setting, server: Server) -> Confirmation:
     """A-B-A over reloads, beginning with the configuration whose server is up, if it is one of both."""
     outer, inner = (chosen, DEFAULT) if server.last == chosen else (DEFAULT, chosen)
     order = [outer.name, inner.name, outer.name]
-    needed = PERIODS - (server.last == outer)
-    if server.loads + needed > most:
-        text = f"bench.max_loads left no loads to confirm it: that takes {needed} more"
-        return Confirmation(NO_RATIO, None, order, text)
     periods = []
     for number, setting in enumerate((outer, inner, outer), 1):
         trial = server.take(setting, lambda _: False, f"confirmation {number} of {PERIODS}")
         if trial.failed:
-            return Confirmation(
-                NO_RATIO, None, order, f"{setting.name} failed when it was loaded again: {trial.failed}"
-            )
+            why = f"{setting.name} failed when it was loaded again: {trial.failed}"
+            return Confirmation(NO_RATIO, None, order, why)
         periods.append(trial.blocks)
     first, middle, last = periods
     both: Blocks = {at: [*first[at], *last[at]] for at in first}

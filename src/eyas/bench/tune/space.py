@@ -125,7 +125,10 @@ def _graphs(name: str) -> Rule:
     def rule(known: Facts) -> Sequence[Setting] | str:
         if known.args.get("disable-cuda-graph"):
             return "disable-cuda-graph is set"
-        now = _number(known.served.get(name.replace("-", "_")))
+        config = known.served.get("cuda_graph_config")
+        decode = config.get("decode") if isinstance(config, dict) else None
+        said = [known.served.get(name.replace("-", "_")), decode.get("max_bs") if isinstance(decode, dict) else None]
+        now = max(one if isinstance(one, int) else 0 for one in said)
         if known.most <= max(now, 8):
             captured = f"graphs reach {now} requests already" if now else "so few requests have a graph anyway"
             return f"{captured}, the goal asks for {known.most}"
@@ -187,6 +190,8 @@ RULES: tuple[tuple[str, Rule, bool, bool], ...] = (
 )
 """Flag, its rule, whether its settings are ordered, whether it needs a GPU; the most promising first."""
 FLAGS = tuple(name for name, *_ in RULES)
+SAID = (*(name.replace("-", "_") for name in FLAGS), "cuda_graph_config")
+"""What the rules look at in what a server says of its settings."""
 THREADS, ALL_REDUCE = "OMP_NUM_THREADS", "disable-custom-all-reduce"
 IMPLIED = {
     "attention-backend": ("decode-attention-backend", "prefill-attention-backend"),
@@ -284,7 +289,3 @@ def nccl_candidates(known: Facts) -> tuple[list[dict[str, str]], list[LeftOut]]:
 def grid_loads(factors: Sequence[Factor]) -> int:
     """Server loads that trying every combination would take."""
     return math.prod(1 + len(factor.settings) for factor in factors)
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0

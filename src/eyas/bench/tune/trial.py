@@ -12,7 +12,7 @@ from typing import Any
 
 from eyas.bench import baseline, measure
 from eyas.bench.measure import Block, Load, Prompt
-from eyas.bench.tune.space import FLAGS, Setting
+from eyas.bench.tune.space import SAID, Setting
 from eyas.config import Server
 from eyas.digests import digest_json
 from eyas.engines.sglang import info
@@ -26,8 +26,6 @@ from eyas.progress import Progress
 RUNGS = (1, 2, 4)
 """Times bench.rounds: how many blocks a figure has before it is looked at again, and at last."""
 ENDING_SECONDS = 3.0
-SAID = tuple(name.replace("-", "_") for name in FLAGS)
-"""Names of the settings that are searched, as a server spells them."""
 Blocks = Mapping[int, Sequence[Block]]
 """Blocks of a server, by requests under way at once."""
 

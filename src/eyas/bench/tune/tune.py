@@ -73,7 +73,7 @@ def tune(
             factors, left = space(facts(host, config, wanted, target.text_config, default.served, best))
             rows = search(default, factors, trials, bench.max_loads)
             if chosen := choose(rows):
-                confirmation = confirm(chosen.setting, trials, bench.max_loads)
+                confirmation = confirm(chosen.setting, trials)
     winner, why = outcome(rows, confirmation)
     return {
         "goal": wanted.goal or LATENCY,
