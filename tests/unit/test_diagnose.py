@@ -297,10 +297,17 @@ def test_figures_that_are_none(learned, served, message):
         cases.read_served(served, DRAFT_TOKENS, 100)
 
 
-def test_figures_with_other_draft_tokens(learned, tmp_path):
+def test_figures_from_a_file(tmp_path):
     path = tmp_path / "served.json"
-    path.write_text(json.dumps({"rounds": 10, "accepted": 5, "draft_tokens": 5}))
-    with pytest.raises(UserError, match="set --draft-tokens 5"):
+    figures = {"rounds": 10, "accepted": 5, "draft_tokens": 3}
+    other = {"temperature": 0.6, "acceptance": {**figures, "accepted": 9}}
+    for content in (figures, {"bench": [other, {"temperature": 0.0, "acceptance": figures}]}):
+        path.write_text(json.dumps(content))
+        assert cases.read_served(str(path), DRAFT_TOKENS, 100) == figures
+    with pytest.raises(UserError, match="set --draft-tokens 3"):
+        cases.read_served(str(path), 5, 100)
+    path.write_text(json.dumps({"bench": [other]}))
+    with pytest.raises(UserError, match="nor a file"):
         cases.read_served(str(path), DRAFT_TOKENS, 100)
 
 

@@ -154,28 +154,32 @@ def runs_here(info: TargetInfo) -> bool:
 def read_served(text: str, draft_tokens: int, tokens: int) -> dict[str, Any]:
     """The *acceptance* that `--served` gives: an accept length (over answers of `tokens` tokens in all), or a file.
 
-    Raises UserError: neither, or figures for another number of draft tokens.
+    The file holds an acceptance, or what `eyas bench --json` says. Raises UserError: neither, or figures for another
+    number of draft tokens.
     """
     try:
         length = float(text)
     except ValueError:
-        found = read_json(Path(text)) if Path(text).is_file() else None
-        if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
-            raise UserError(
-                f"--served {text}: neither an accept length nor a file with rounds, accepted and by_position"
-            ) from None
-        if found.get("draft_tokens") != draft_tokens:
-            raise UserError(
-                f"--served {text}: measured with {found.get('draft_tokens')} draft tokens: "
-                f"set --draft-tokens {found.get('draft_tokens')}"
-            ) from None
-        return found
+        return _from_file(Path(text), draft_tokens)
     if not 1 <= length <= draft_tokens + 1:
         raise UserError(
             f"--served {text}: an accept length with {draft_tokens} draft tokens lies within 1 and {draft_tokens + 1}"
         )
     rounds = max(1, round(tokens / length))
     return {"accept_length": length, "rounds": rounds, "accepted": (length - 1) * rounds, "draft_tokens": draft_tokens}
+
+
+def _from_file(path: Path, draft_tokens: int) -> dict[str, Any]:
+    found = read_json(path) if path.is_file() else None
+    if isinstance(found, dict) and isinstance(found.get("bench"), list):
+        greedy = [row["acceptance"] for row in found["bench"] if row.get("acceptance") and not row.get("temperature")]
+        found = greedy[0] if greedy else None
+    if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
+        raise UserError(f"--served {path}: neither an accept length nor a file with rounds, accepted and by_position")
+    if found.get("draft_tokens") != draft_tokens:
+        there = found.get("draft_tokens")
+        raise UserError(f"--served {path}: measured with {there} draft tokens: set --draft-tokens {there}")
+    return found
 
 
 def _names_layers(config: dict[str, Any]) -> bool:
