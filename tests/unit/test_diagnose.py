@@ -5,12 +5,14 @@ Decoding (`decode/chain.py`) and the variants (`bench/variants.py`) share no cod
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
 
+from eyas import cli
 from eyas.bench import cases, verdict
 from eyas.bench.diagnose import diagnose
 from eyas.bench.evidence import observed
@@ -295,6 +297,25 @@ def test_a_good_draft_has_no_fault(learned):
 def test_figures_that_are_none(learned, served, message):
     with pytest.raises(UserError, match=message):
         cases.read_served(served, DRAFT_TOKENS, 100)
+
+
+def test_the_command(learned, tmp_path, monkeypatch, capsys):
+    folder = tensors(copy(learned.folder, tmp_path / "d"), lambda state: state.pop("d2t"))
+    asked = ["--target", str(learned.target.info.folder), "--prompts", str(learned.prompts)]
+    monkeypatch.setattr(sys, "argv", ["eyas", "diagnose", str(folder), *asked, "--max-new-tokens", str(TOKENS)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    marked = [line for line in out.splitlines() if line.startswith("→")]
+    assert "vocabulary_map: the vocabulary that t2d marks" in marked[0]
+    assert "vocabulary_map: there is no d2t, and the draft knows 120 of 259 tokens" in out
+    assert "Cause: vocabulary_map" in out
+    monkeypatch.setattr(sys, "argv", ["eyas", "diagnose", str(tmp_path), *asked])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "no config.json" in capsys.readouterr().err
 
 
 def test_figures_from_a_file(tmp_path):
