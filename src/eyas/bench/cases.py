@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eyas.bench.diagnose import diagnose
-from eyas.bench.evidence import Layers, Row, answered, of_sample, with_states
+from eyas.bench.evidence import Layers, Row, answer_of, answered, of_sample, with_states
 from eyas.bench.variants import OWN, Variant, all_of, of_layers, with_embeddings
 from eyas.config import Engine
 from eyas.corpus.read import counted, read
@@ -127,7 +127,10 @@ def _of_run(spec: StepSpec, draft_tokens: int, progress: Progress) -> dict[str, 
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     records = [one for path in sorted(spec.inputs["decode"].glob("decoded*.json")) for one in read_json(path)]
     layers, named = store.contract.layers, _names_layers(config)
-    chosen = [records[i] for i in spread(len(records), ROWS)]
+    same = [one for one in records if answer_of(store.sample(one["row"])) == one["answer"]]
+    if not same:
+        raise UserError("no answer with the draft is the target's own, so there is nothing to compare")
+    chosen = [same[i] for i in spread(len(same), ROWS)]
     rows = [of_sample(store.sample(one["row"]), layers, Tally(**one["tally"])) for one in chosen]
     drafter = load_draft(spec.inputs["export"], info, torch.float32, device)
     variants = list(all_of(drafter, info, layers, named, max(len(row.ids) for row in rows)))
