@@ -5,12 +5,14 @@ Decoding (`decode/chain.py`) and the variants (`bench/variants.py`) share no cod
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
 
+from eyas import cli
 from eyas.bench import cases, verdict
 from eyas.bench.diagnose import diagnose
 from eyas.bench.evidence import observed
@@ -297,10 +299,36 @@ def test_figures_that_are_none(learned, served, message):
         cases.read_served(served, DRAFT_TOKENS, 100)
 
 
-def test_figures_with_other_draft_tokens(learned, tmp_path):
+def test_the_command(learned, tmp_path, monkeypatch, capsys):
+    folder = tensors(copy(learned.folder, tmp_path / "d"), lambda state: state.pop("d2t"))
+    asked = ["--target", str(learned.target.info.folder), "--prompts", str(learned.prompts)]
+    monkeypatch.setattr(sys, "argv", ["eyas", "diagnose", str(folder), *asked, "--max-new-tokens", str(TOKENS)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    marked = [line for line in out.splitlines() if line.startswith("→")]
+    assert "vocabulary_map: the vocabulary that t2d marks" in marked[0]
+    assert "vocabulary_map: there is no d2t, and the draft knows 120 of 259 tokens" in out
+    assert "Cause: vocabulary_map" in out
+    monkeypatch.setattr(sys, "argv", ["eyas", "diagnose", str(tmp_path), *asked])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_figures_from_a_file(tmp_path):
     path = tmp_path / "served.json"
-    path.write_text(json.dumps({"rounds": 10, "accepted": 5, "draft_tokens": 5}))
-    with pytest.raises(UserError, match="set --draft-tokens 5"):
+    figures = {"rounds": 10, "accepted": 5, "draft_tokens": 3}
+    other = {"temperature": 0.6, "acceptance": {**figures, "accepted": 9}}
+    for content in (figures, {"bench": [other, {"temperature": 0.0, "acceptance": figures}]}):
+        path.write_text(json.dumps(content))
+        assert cases.read_served(str(path), DRAFT_TOKENS, 100) == figures
+    with pytest.raises(UserError, match="set --draft-tokens 3"):
+        cases.read_served(str(path), 5, 100)
+    path.write_text(json.dumps({"bench": [other]}))
+    with pytest.raises(UserError, match="nor a file"):
         cases.read_served(str(path), DRAFT_TOKENS, 100)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eyas.bench.diagnose import diagnose
-from eyas.bench.evidence import Layers, Row, answered, of_sample, with_states
+from eyas.bench.evidence import Layers, Row, answer_of, answered, of_sample, with_states
 from eyas.bench.variants import OWN, Variant, all_of, of_layers, with_embeddings
 from eyas.config import Engine
 from eyas.corpus.read import counted, read
@@ -127,7 +127,10 @@ def _of_run(spec: StepSpec, draft_tokens: int, progress: Progress) -> dict[str, 
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     records = [one for path in sorted(spec.inputs["decode"].glob("decoded*.json")) for one in read_json(path)]
     layers, named = store.contract.layers, _names_layers(config)
-    chosen = [records[i] for i in spread(len(records), ROWS)]
+    same = [one for one in records if answer_of(store.sample(one["row"])) == one["answer"]]
+    if not same:
+        raise UserError("no answer with the draft is the target's own, so there is nothing to compare")
+    chosen = [same[i] for i in spread(len(same), ROWS)]
     rows = [of_sample(store.sample(one["row"]), layers, Tally(**one["tally"])) for one in chosen]
     drafter = load_draft(spec.inputs["export"], info, torch.float32, device)
     variants = list(all_of(drafter, info, layers, named, max(len(row.ids) for row in rows)))
@@ -154,28 +157,32 @@ def runs_here(info: TargetInfo) -> bool:
 def read_served(text: str, draft_tokens: int, tokens: int) -> dict[str, Any]:
     """The *acceptance* that `--served` gives: an accept length (over answers of `tokens` tokens in all), or a file.
 
-    Raises UserError: neither, or figures for another number of draft tokens.
+    The file holds an acceptance, or what `eyas bench --json` says. Raises UserError: neither, or figures for another
+    number of draft tokens.
     """
     try:
         length = float(text)
     except ValueError:
-        found = read_json(Path(text)) if Path(text).is_file() else None
-        if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
-            raise UserError(
-                f"--served {text}: neither an accept length nor a file with rounds, accepted and by_position"
-            ) from None
-        if found.get("draft_tokens") != draft_tokens:
-            raise UserError(
-                f"--served {text}: measured with {found.get('draft_tokens')} draft tokens: "
-                f"set --draft-tokens {found.get('draft_tokens')}"
-            ) from None
-        return found
+        return _from_file(Path(text), draft_tokens)
     if not 1 <= length <= draft_tokens + 1:
         raise UserError(
             f"--served {text}: an accept length with {draft_tokens} draft tokens lies within 1 and {draft_tokens + 1}"
         )
     rounds = max(1, round(tokens / length))
     return {"accept_length": length, "rounds": rounds, "accepted": (length - 1) * rounds, "draft_tokens": draft_tokens}
+
+
+def _from_file(path: Path, draft_tokens: int) -> dict[str, Any]:
+    found = read_json(path) if path.is_file() else None
+    if isinstance(found, dict) and isinstance(found.get("bench"), list):
+        greedy = [row["acceptance"] for row in found["bench"] if row.get("acceptance") and not row.get("temperature")]
+        found = greedy[0] if greedy else None
+    if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
+        raise UserError(f"--served {path}: neither an accept length nor a file with rounds, accepted and by_position")
+    if found.get("draft_tokens") != draft_tokens:
+        there = found.get("draft_tokens")
+        raise UserError(f"--served {path}: measured with {there} draft tokens: set --draft-tokens {there}")
+    return found
 
 
 def _names_layers(config: dict[str, Any]) -> bool:

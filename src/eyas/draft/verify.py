@@ -111,10 +111,14 @@ def _target(files: _Files) -> Iterator[Said]:
 def _tensors(files: _Files) -> Iterator[Said]:
     if files.shape is None:
         return
-    wanted = {name: size for name, size in shapes(files.shape).items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    wanted = {
+        name: size
+        for name, size in checkpoint.shapes(files.shape).items()
+        if name not in ("lm_head.weight", "d2t", "t2d")
+    }
     there, remedy = files.tensors, "export the draft again; a name that an engine does not know is skipped in silence"
     missing = sorted(wanted.keys() - there.keys())
-    unknown = sorted(there.keys() - shapes(files.shape).keys() - {"embed_tokens.weight"})
+    unknown = sorted(there.keys() - checkpoint.shapes(files.shape).keys() - {"embed_tokens.weight"})
     wrong = [
         f"{n} {list(there[n].shape)} for {list(s)}" for n, s in wanted.items() if n in there and there[n].shape != s
     ]
@@ -297,22 +301,3 @@ CHECKS: dict[str, Callable[[_Files], Iterator[Said]]] = {
     "numbers": _finite,
     "origin": _origin,
 }
-
-
-def shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint."""
-    h, inner, query, key = c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads
-    known: dict[str, tuple[int, ...]] = {
-        "fc.weight": (h, 3 * h),
-        "lm_head.weight": (c.draft_vocab_size, h),
-        "d2t": (c.draft_vocab_size,),
-        "t2d": (c.vocab_size,),
-        "midlayer.self_attn.q_proj.weight": (query * c.head_dim, 2 * h),
-        "midlayer.self_attn.k_proj.weight": (key * c.head_dim, 2 * h),
-        "midlayer.self_attn.v_proj.weight": (key * c.head_dim, 2 * h),
-        "midlayer.self_attn.o_proj.weight": (h, query * c.head_dim),
-        "midlayer.mlp.gate_proj.weight": (inner, h),
-        "midlayer.mlp.up_proj.weight": (inner, h),
-        "midlayer.mlp.down_proj.weight": (h, inner),
-    }
-    return {name: known.get(name, (h,)) for name in checkpoint.names(c)}
