@@ -157,23 +157,26 @@ def estimates(runs: int = 200) -> dict[str, Any]:
 
 def sleeping(chained: bool) -> Plan:
     """Real steps that sleep, with a server that sleeps while it loads; `chained`: one after another."""
-    sections = {
-        "corpus": {"sleep": 6}, "answers": {"sleep": 3}, "start": {"sleep": 4}, "train": {"sleep": 4},
-        "replay": {"sleep": 3}, "bench": {"sleep": 2}, "server": {"load": 8}, "drafted": {"load": 8},
-    }  # fmt: skip
-    gpu = ("gpu",)
+    seconds = {"corpus": 6, "answers": 3, "start": 4, "train": 4, "replay": 3, "bench": 2}
+    sections = {f"{name}-seconds": {"sleep": each} for name, each in seconds.items()}
+    sections |= {"load-seconds": {"load": 8}}
+
+    def step(name: str, *needs: str, **more: Any) -> Step:
+        return Step(name, "sleepers:work", needs, sections=(f"{name}-seconds",), **more)
+
+    def service(name: str, need: str | None) -> Step:
+        needs = (need,) if need else ()
+        return Step(name, "sleepers:serve", needs, sections=("load-seconds",), resources=("gpu",))
+
     steps = (
-        Step("corpus", "sleepers:work", sections=("corpus",)),
-        Step("start", "sleepers:work", ("corpus",) * chained, sections=("start",)),
-        Step("answers", "sleepers:work", ("corpus",), sections=("answers",), leases=("server",)),
-        Step("train", "sleepers:work", ("answers", "start"), sections=("train",), resources=gpu),
-        Step("replay", "sleepers:work", ("train",), sections=("replay",)),
-        Step("bench", "sleepers:work", ("train", *(("replay",) * chained)), sections=("bench",), leases=("drafted",)),
+        step("corpus"),
+        step("start", *(("corpus",) * chained)),
+        step("answers", "corpus", leases=("server",)),
+        step("train", "answers", "start", resources=("gpu",)),
+        step("replay", "train"),
+        step("bench", "train", *(("replay",) * chained), leases=("drafted",)),
     )
-    services = (
-        Step("server", "sleepers:serve", ("start",) * chained, sections=("server",), resources=gpu),
-        Step("drafted", "sleepers:serve", ("replay" if chained else "train",), sections=("drafted",), resources=gpu),
-    )
+    services = (service("server", "start" if chained else None), service("drafted", "replay" if chained else "train"))
     return make(steps, sections, 0, services)
 
 
