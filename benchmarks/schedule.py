@@ -207,7 +207,7 @@ def served() -> dict[str, float]:
     }
 
 
-def overhead(seconds: float = 60) -> dict[str, float]:
+def overhead(seconds: float = 110) -> dict[str, float]:
     """What the runner itself takes while a graph of twenty steps and a server sleeps: processor time and memory."""
     sections = {"s": {"sleep": seconds / 5 - 1.0}, "load-seconds": {"load": 2}}
     folder = Path(tempfile.mkdtemp(prefix="eyas-bench-"))

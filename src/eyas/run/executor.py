@@ -146,7 +146,7 @@ class Executor:
         for name in steps:
             leases = self.planned[name].step.leases
             self._start(name, {self.planned[name].step.role(lease): self.services[lease].told for lease in leases})
-        return bool(self._state().waiting(self.problem))
+        return bool(state.waiting(self.problem))
 
     def _startable(self, state: State) -> tuple[list[str], list[str]]:
         """What may start now; the same as a tenth of a second ago, unless something has changed."""
