@@ -29,7 +29,7 @@ def hold(folder: Path) -> Iterator[Callable[[bool], None]]:
         other = owner(folder)
         pid, host = other.get("pid", "?"), other.get("host", "?")
         raise UserError(
-            f"{folder} is being run by process {pid} on {host}: watch it with `eyas status {folder}`, "
+            f"{folder} is being run by process {pid} on {host}: watch it with `eyas watch {folder}`, "
             f"or end it there (kill {pid}) and run the same command again"
         )
 

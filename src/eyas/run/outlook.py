@@ -17,7 +17,9 @@ from eyas.run.expected import Expected
 from eyas.run.folder import RunFolder
 from eyas.run.view import Ahead, View
 
-EVERY_SECONDS, SOON_SECONDS, DRAWS = 30.0, 2.0, 50
+EVERY_SECONDS, SOON_SECONDS, DRAWS = 30.0, 2.0, 25
+COST_SHARE = 0.0025
+"""Forecasts take at most this share of the time that goes by, however large the graph is."""
 LEAST_LEFT = 0.05
 """Of a step that goes on where it stopped, at least this share is expected to be left."""
 
@@ -36,6 +38,8 @@ class Outlook:
     first: dict[str, Any] | None = None
     """What was written the first time, for comparison with what came."""
     _stale: bool = True
+    _cost: float = 0.0
+    """Processor seconds that the last one took."""
 
     def stale(self) -> None:
         """Something happened that a forecast depends on."""
@@ -43,11 +47,12 @@ class Outlook:
 
     def due(self) -> bool:
         """Whether it is time for another forecast."""
-        return time.time() - self.at >= (SOON_SECONDS if self._stale else EVERY_SECONDS)
+        wait = max(SOON_SECONDS if self._stale else EVERY_SECONDS, self._cost / COST_SHARE)
+        return time.time() - self.at >= wait
 
     def look(self, state: State) -> None:
         """Make a forecast and note in the views what it says of them."""
-        now = time.time()
+        now, used = time.time(), time.process_time()
         steps, services = self.expected.steps(), self.expected.services()
         for name in state.running | (steps.keys() - state.finished - state.lost):
             self.views[name].expected = steps[name].seconds
@@ -70,6 +75,7 @@ class Outlook:
             view.planned = view.planned or view.coming
             view.critical = f"load {name}" in self.forecast.chain
             view.expected = services[name].seconds
+        self._cost = time.process_time() - used
 
     def ahead(self) -> Ahead | None:
         """When the run will be done; None when nothing is left."""
