@@ -59,6 +59,7 @@ def test_samples_in_the_order_given(folder: Path) -> None:
         assert found.key == wanted.key
         assert torch.equal(found.aux, wanted.aux)
         assert torch.equal(found.argmax, wanted.argmax)
+        assert all(map(torch.equal, store.ids(index), (wanted.ids, wanted.answer)))
     for index in (-1, 3):
         with pytest.raises(IndexError):
             store.sample(index)

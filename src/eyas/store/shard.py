@@ -72,6 +72,12 @@ class Shard:
         """Sample `index`, counted from 0. Its states may be views of the file: change copies, not them."""
         return from_columns(self.keys[index], self.columns(index))
 
+    def ids(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [t] and answers bool [t] of sample `index`; no states are read."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._part("input_ids", self._live[index]).long(), self._part("loss_mask", self._live[index]).bool()
+
     def columns(self, index: int) -> Columns:
         """Sample `index` as it stands in the file: views, in the order of the file."""
         if not 0 <= index < len(self):
