@@ -190,7 +190,7 @@ def test_any_flipped_bit_of_any_file_is_found(folder: Path, name: str) -> None:
     path = next(folder.glob(name))
     whole = path.read_bytes()
     wanted = [FeatureStore.open(folder).sample(i) for i in range(3)]
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 5 if name.startswith("shard") else 1):  # test_store_shard has them all
         changed = bytearray(whole)
         changed[place] ^= 1 << place % 8
         path.write_bytes(changed)

@@ -46,7 +46,7 @@ def test_from_threads_in_any_order(tmp_path: Path) -> None:
     assert all(same(found[one.key], one) for one in SAMPLES)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_order_of_arrivals_stops_and_failures_gives_the_same_store(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -16,7 +16,7 @@ __all__ = ["Sample", "Shard"]
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format."""
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes that are read, then digested while they are in the processor's cache."""
 ABSENT = bytes(16)
 """Digest of a sample that is not there."""
