@@ -365,7 +365,7 @@ def test_too_little_room_is_found_before_the_run(steps, monkeypatch):
 def test_room_is_wanted_only_for_what_is_left(steps, fake, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "eyas.capture.preflight.require_space", lambda roots, out, under_way, states, tokens: asked.append(states) or ""
+        "eyas.capture.preflight.require_space", lambda roots, out, under_way, states, token: asked.append(states) or ""
     )
     fake.dies_after = 20
     with pytest.raises(SystemExit):

@@ -59,6 +59,7 @@ def test_samples_in_the_order_given(folder: Path) -> None:
         assert found.key == wanted.key
         assert torch.equal(found.aux, wanted.aux)
         assert torch.equal(found.argmax, wanted.argmax)
+        assert all(map(torch.equal, store.ids(index), (wanted.ids, wanted.answer)))
     for index in (-1, 3):
         with pytest.raises(IndexError):
             store.sample(index)
@@ -189,7 +190,7 @@ def test_any_flipped_bit_of_any_file_is_found(folder: Path, name: str) -> None:
     path = next(folder.glob(name))
     whole = path.read_bytes()
     wanted = [FeatureStore.open(folder).sample(i) for i in range(3)]
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 5 if name.startswith("shard") else 1):  # test_store_shard has them all
         changed = bytearray(whole)
         changed[place] ^= 1 << place % 8
         path.write_bytes(changed)

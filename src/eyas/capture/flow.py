@@ -108,7 +108,7 @@ class Flow:
     ) -> None:
         self.about, self.target = about, target
         self._out, self._ends, self._layers, self._proofs = out, list(ends), layers, proofs
-        self._limit, self._shard_bytes = limit, shard_bytes
+        self.stored, self._limit, self._shard_bytes = stored, limit, shard_bytes
         self._itemsize = max(dtype.itemsize for dtype in stored.values())
         self._filling = {
             split: Filling(out / "shards", split, target.hidden_size, dtype) for split, dtype in stored.items()

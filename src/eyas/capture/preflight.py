@@ -59,13 +59,13 @@ def require_plugin(
     return first
 
 
-def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int, tokens: int) -> str:
-    """Room for `under_way` bytes of captures under each root, and for `states` bytes, those of `tokens` tokens, where
-    the shards go. Returns the figures in a line.
+def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int, token: int) -> str:
+    """Room for `under_way` bytes of captures under each root, and for `states` bytes, `token` each, where the shards
+    go. Returns the figures in a line.
 
     Raises UserError: the folder, what is free and what is needed [Model-Optimizer PR 2080, h2o-llmstudio 214].
     """
-    told = [f"{states / max(1, tokens):,.0f} bytes a token, {size(states)} in all"]
+    told = [f"states: {token:,} bytes a token, {size(states)} to come"]
     for folder, needed, why in [
         *((root, under_way, "captures on their way") for root in roots),
         (out, states, "the states of this run"),

@@ -94,6 +94,7 @@ def _run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
             config.max_quarantined,
             store.shard_mib << 20,
         )
+        progress.milestone("looking at what earlier attempts captured")
         flow.resume(wants)
         _require_space(sources, flow, wants, longest, out, progress)
         for end, about in zip(sources.ends, sources.about, strict=True):
@@ -274,9 +275,10 @@ def _require_space(
 ) -> None:
     """Room for what is left to be captured; an earlier attempt's shards lie there already. Says what there is."""
     roots = [end.root for end in sources.ends if end.root is not None]
-    under_way = 2 * longest * 4 * sources.target.hidden_size * sources.dtype.itemsize
-    left = flow.left(wants)
-    progress.milestone(preflight.require_space(roots, out, under_way, flow.plan(left), sum(len(w.ids) for w in left)))
+    width = 4 * sources.target.hidden_size
+    under_way = 2 * longest * width * sources.dtype.itemsize
+    states = flow.plan(flow.left(wants))
+    progress.milestone(preflight.require_space(roots, out, under_way, states, width * flow.stored["train"].itemsize))
 
 
 def _stored(config: Capture, dtype: torch.dtype) -> torch.dtype:

@@ -74,10 +74,11 @@ def _kept_for(folder: Path) -> float | None:
     """Days for which a finished run's states are kept; None: no number of days."""
     import yaml
 
-    verdict = read_or_empty(folder / "verdict.json")
-    resolved = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
-    keep = resolved.get("store", {}).get("keep") if isinstance(resolved, dict) else None
-    finished = "accept_length" in verdict
+    try:
+        keep = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))["store"]["keep"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        return None  # damaged, or of a version that kept everything
+    finished = "accept_length" in read_or_empty(folder / "verdict.json")
     return float(keep) if finished and isinstance(keep, int) and not isinstance(keep, bool) else None
 
 

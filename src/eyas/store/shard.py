@@ -16,7 +16,7 @@ __all__ = ["Sample", "Shard"]
 
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format."""
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes that are read, then digested while they are in the processor's cache."""
 ABSENT = bytes(16)
 """Digest of a sample that is not there."""
@@ -71,6 +71,12 @@ class Shard:
     def sample(self, index: int) -> Sample:
         """Sample `index`, counted from 0. Its states may be views of the file: change copies, not them."""
         return from_columns(self.keys[index], self.columns(index))
+
+    def ids(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [t] and answers bool [t] of sample `index`; no states are read."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._part("input_ids", self._live[index]).long(), self._part("loss_mask", self._live[index]).bool()
 
     def columns(self, index: int) -> Columns:
         """Sample `index` as it stands in the file: views, in the order of the file."""

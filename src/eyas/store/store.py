@@ -121,6 +121,11 @@ class FeatureStore:
         self._compared[index] = 1
         return shard.sample(place)
 
+    def ids(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int64 [t] and answers bool [t] of sample `index`. Reads no states, so its digest is not compared."""
+        shard, place = self.where(index)
+        return shard.ids(place)
+
     def read(self, index: int, into: Columns) -> None:
         """Copy sample `index`, undecoded, into tensors of its shapes (`where(index)` tells them). Otherwise as
         `sample`."""

@@ -68,9 +68,6 @@ class ShardWriter:
         found = Shard(partial(path))
         return cls(path, found.layout, set(found.keys) - set(found.verify()))
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._index
-
     def put(self, sample: Sample) -> None:
         """Write a sample into its place. It counts once `commit` has returned. Raises OSError."""
         index = self._index[sample.key]

@@ -38,9 +38,9 @@ class Rows:
 class Steps(IterableDataset[Rows]):
     """The steps of a plan, from step `first` on: what `rank` of `world` gets of each.
 
-    A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from
-    which a GPU copies beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states
-    through /dev/shm: `train/loader.py` reads on a thread. Raises UserError where a sample is damaged.
+    A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from which a GPU copies
+    beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states through /dev/shm:
+    `train/loader.py` reads on a thread. Raises UserError where a sample is damaged.
     """
 
     def __init__(
