@@ -32,6 +32,7 @@ def cleaned(case: dict[str, Any]) -> Conversation:
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_ids_and_mask(family: str, case: dict[str, Any]) -> None:
+    """Pitfalls 23 and 24: the mask is the template's, and no opener is lost or doubled."""
     tokenizer, control, ends = load(family)
     (rendered,) = Template(tokenizer, case.get("kwargs", {}))([cleaned(case)])
     if isinstance(case["expect"][0], dict):
