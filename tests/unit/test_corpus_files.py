@@ -67,10 +67,11 @@ def test_an_array_that_is_cut_short_loses_its_last_value_only(tmp_path: Path) ->
         json.loads(found[-1][1])
 
 
-def test_an_array_that_is_damaged_inside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [3, 48])
+def test_an_array_that_is_damaged_inside(tmp_path: Path, row: int) -> None:
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(ROWS, indent=1).replace('"\\u00e93"', "oops", 1))
-    with pytest.raises(UserError, match=r"a\.json:14: damaged JSON"):
+    path.write_text(json.dumps(ROWS, indent=1).replace(f'"\\u00e9{row}"', "oops", 1))
+    with pytest.raises(UserError, match=rf"a\.json:{2 + 4 * row}: damaged JSON"):
         read(path)
 
 

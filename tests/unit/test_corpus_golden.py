@@ -32,6 +32,7 @@ def cleaned(case: dict[str, Any]) -> Conversation:
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_ids_and_mask(family: str, case: dict[str, Any]) -> None:
+    """Pitfalls 23 and 24: the mask is the template's, and no opener is lost or doubled."""
     tokenizer, control, ends = load(family)
     (rendered,) = Template(tokenizer, case.get("kwargs", {}))([cleaned(case)])
     if isinstance(case["expect"][0], dict):
@@ -79,3 +80,31 @@ def pieces(spans: list[tuple[int, int]], length: int) -> list[tuple[tuple[int, i
         found += [((at, a), 0), ((a, b), 1)]
         at = b
     return [*found, *([((at, length), 0)] if at < length else [])]
+
+
+class Slow:
+    """A tokenizer in Python, as some models bring one: it can encode, and that is all."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.encode, self.added_tokens_decoder = tokenizer.encode, tokenizer.added_tokens_decoder
+
+
+@pytest.mark.parametrize("family", ["qwen25", "llama3"])
+def test_tokenizers_without_offsets(family: str) -> None:
+    """Each answer in a sample of its own, behind what its server was given."""
+    tokenizer, _, ends = load(family)
+    case = next(c.values[1] for c in CASES if c.values[0] == family and c.values[1]["name"] == "system and turns")
+    (rendered,) = Template(tokenizer, {})([cleaned(case)])
+    assert isinstance(rendered, list)
+    ((fast,),) = Encoder(tokenizer, ends)(rendered)
+    (slow,) = Encoder(Slow(tokenizer), ends)(rendered)
+    assert [sample.spans for sample in slow] == [[span] for span in fast.spans]
+    assert all(fast.ids[: len(sample.ids)] == sample.ids for sample in slow)
+
+
+def test_tools_for_all_conversations() -> None:
+    """`tools` among target.chat_template_kwargs holds where a row has none."""
+    tokenizer, _, _ = load("qwen25")
+    case = next(c.values[1] for c in CASES if c.values[0] == "qwen25" and c.values[1]["name"] == "tools")
+    with_its_own = Template(tokenizer, {})([cleaned(case)])
+    assert Template(tokenizer, {"tools": case["tools"]})([conversation(case["messages"])]) == with_its_own

@@ -61,6 +61,7 @@ def by_openai(urls: Sequence[str], sampling: Sampling, kwargs: Mapping[str, Any]
     """Servers with /chat/completions below the URL. They render themselves: where they say what ids they were given
     (vLLM's return_token_ids), those must be ours. Raises UserError."""
     name = _served(urls[0])
+    variables = {key: value for key, value in kwargs.items() if key != "tools"}
 
     def answer(connection: Connection, prompt: list[int], talk: Talk) -> Answer:
         body: dict[str, Any] = {
@@ -71,10 +72,10 @@ def by_openai(urls: Sequence[str], sampling: Sampling, kwargs: Mapping[str, Any]
             "max_tokens": sampling.max_tokens,
             "return_token_ids": True,
         }
-        if talk.tools:
-            body["tools"] = talk.tools
-        if kwargs:
-            body["chat_template_kwargs"] = dict(kwargs)
+        if tools := talk.tools or kwargs.get("tools"):
+            body["tools"] = tools
+        if variables:
+            body["chat_template_kwargs"] = variables
         reply = client.retried(connection, lambda: connection.post("/chat/completions", body, TIMEOUT))
         try:
             choice = reply["choices"][0]

@@ -27,6 +27,8 @@ BLOCK = 1 << 18
 LOOK = 1 << 20
 """Bytes at the start of a file by which its kind of JSON is told."""
 PARQUET_ROWS = 1000
+LONGEST_WORD = 10
+"""Characters at the end of a text that may be the beginning of `false` or of an escape."""
 SPACE = " \t\r\n"
 
 
@@ -169,11 +171,9 @@ def _values(name: str, head: bytes, file: IO[bytes], array: bool) -> Iterator[tu
             if end == len(buffer) and not ended:
                 raise ValueError("a number may go on")
         except (ValueError, RecursionError) as error:
-            # Not whole yet, or damaged: that is known as soon as much more did not help.
             if ended and at == len(buffer):
                 return
-            damaged = isinstance(error, json.JSONDecodeError) and len(buffer) - error.pos > LOOK
-            if damaged or isinstance(error, RecursionError):
+            if _damaged(error, buffer):
                 raise UserError(
                     f"{name}:{line}: damaged JSON ({error}); mend it, or make it JSON lines, of which only bad lines "
                     "are left out"
@@ -188,6 +188,13 @@ def _values(name: str, head: bytes, file: IO[bytes], array: bool) -> Iterator[tu
         yield line, _bytes(buffer[at:end])
         line += buffer.count("\n", at, end)
         at = end
+
+
+def _damaged(error: Exception, buffer: str) -> bool:
+    """Is it more than a value that goes on behind the end of `buffer`?"""
+    if not isinstance(error, json.JSONDecodeError):
+        return isinstance(error, RecursionError)
+    return not error.msg.startswith("Unterminated string") and error.pos + LONGEST_WORD < len(buffer)
 
 
 def _csv(name: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -70,6 +70,7 @@ class Template:
         if taken:
             raise UserError(f"target.chat_template_kwargs: {taken[0]} is set by eyas itself; take it out")
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
+        self._tools = self._kwargs.pop("tools", None)  # of all conversations that have none of their own
         if text is not None:
             self._kwargs["chat_template"] = text
         try:
@@ -117,21 +118,16 @@ class Template:
     def _apart(self, messages: Messages) -> list[dict[str, Any]]:
         """Reasoning at the head of an answer's content moved into its field, where the template has one: no opener
         comes twice."""
-        apart = []
-        for message in messages:
-            found = (
-                INLINE.match(message["content"]) if self._takes_thoughts and message["role"] == "assistant" else None
-            )
-            if found and "reasoning_content" not in message:
-                content = message["content"][found.end() :]
-                message = {**message, "content": content, "reasoning_content": found[1].strip("\n")}
-            apart.append(dict(message))
-        return apart
+        if not self._takes_thoughts:
+            return [dict(message) for message in messages]
+        return [
+            _with_thought_apart(message) if message["role"] == "assistant" else dict(message) for message in messages
+        ]
 
     def _apply(self, chats: Sequence[Messages], tools: Any, prompt: bool) -> list[str]:
         given = [_with_text_arguments(chat) for chat in chats] if self._as_text else chats
         rendered: list[str] = self._tokenizer.apply_chat_template(
-            given, tools=tools, tokenize=False, add_generation_prompt=prompt, **self._kwargs
+            given, tools=tools or self._tools, tokenize=False, add_generation_prompt=prompt, **self._kwargs
         )
         return rendered
 
@@ -154,7 +150,7 @@ class Template:
     def _by_tags(self, conversation: Conversation) -> list[Rendered]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        tools: Any = conversation.tools
+        tools: Any = conversation.tools or self._tools
         messages = conversation.messages[: conversation.answers[-1] + 1]
         if self._as_text:
             messages = _with_text_arguments(messages)
@@ -263,6 +259,13 @@ def _reopened(prompt: str, whole: str, opener: re.Match[str], message: Mapping[s
         if rest.lstrip().startswith(shown):
             return prompt + said + rest.lstrip()
     raise Rejected(NOT_PREFIX, _difference(prompt, whole))
+
+
+def _with_thought_apart(message: Mapping[str, Any]) -> dict[str, Any]:
+    found = INLINE.match(message["content"])
+    if found is None or "reasoning_content" in message:
+        return dict(message)
+    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip("\n")}
 
 
 def _with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
