@@ -228,7 +228,11 @@ class Train(Section):
     """Of the target's distributions that the draft learns; below 1 they come nearer to its greedy choice."""
     epochs: float = Field(default=2.0, ge=0.01)
     batch_tokens: int = Field(default=8192, ge=16)
-    """Tokens of packed samples to one optimizer step."""
+    """Tokens of packed samples to one optimizer step, over all ranks."""
+    micro_tokens: int = Field(default=16384, ge=16)
+    """Tokens packed together on one device; a batch of more is accumulated. A longer sample stands alone."""
+    ranks: int | None = Field(default=None, ge=1, le=64)
+    """Processes that train together, a GPU each; default: one for each GPU, one without."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the layer's matrices; fewer tokens to the same draft, more arithmetic a step."""
     learning_rate: float = Field(default=1e-4, gt=0)

@@ -119,9 +119,11 @@ class Trainer:
         """
         device = self.head.device
         self.draft.work_in(self.dtype)
-        counts = torch.stack([part.chains.counts for part in parts]).sum(0)
+        counts = torch.zeros(self.config.ttt_steps, dtype=torch.float64, device=device)
+        for part in parts:
+            counts += part.chains.counts
         self.world.add([counts])
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         with fused.compiling() if self.compile else nullcontext():
             for part in parts:
                 loss += self._backward(part, counts)

@@ -22,8 +22,10 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
+from eyas.train.loader import Loader
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
-from eyas.train.packing import pack, plan
+from eyas.train.packing import Batch, group, pack, plan
+from eyas.train.parallel import World, together
 
 STATE, RESULT, CURVE = "state.safetensors", "training.json", "curve.json"
 DRAFT = "draft"
@@ -39,53 +41,84 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry. Saves its state evenly spread over the run and goes on from the last one."""
     engine, config = spec.section(Engine), spec.section(Train)
     use_threads(engine)
-    device = pick_device(engine)
     if (out / RESULT).is_file():  # an attempt that was ended just before it was published
         (out / STATE).unlink(missing_ok=True)
         finished: dict[str, Any] = read_json(out / RESULT)
         return finished
+    device = pick_device(engine)
+    ranks = config.ranks or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    with together(ranks, device, train, spec, out, Silent()) as world:
+        result = train(world, spec, out, progress)
+    write_json(out / RESULT, result)
+    (out / STATE).unlink()  # only needed to go on
+    return result
+
+
+def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Train as one rank; the first one evaluates, saves, and writes the draft. Returns the step's result."""
+    config, first_rank = spec.section(Train), world.rank == 0
+    device = world.device(pick_device(spec.section(Engine)))
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
     info = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
     heldout = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
-    batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
-    draft, head = build(spec, device)
+    lengths = store.lengths
+    batches = plan(lengths, config.batch_tokens, config.epochs, spec.seed)
     dtype = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
-    trainer = Trainer(draft, head, config, len(batches), dtype)
+    draft, head = build(spec, device, dtype)
+    trainer = Trainer(draft, head, config, len(batches), dtype, world=world)
     state = out / STATE
     if state.is_file():
         trainer.restore(state)
     else:
         progress.milestone("fitting the start")
         begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
-        _evaluate(trainer, heldout, progress, out / CURVE, 0)
-        trainer.save(state)
-    lengths = store.lengths
+        world.wait()  # nobody looks for the state before all have looked
+        if first_rank:
+            _evaluate(trainer, heldout, progress, out / CURVE, 0)
+            trainer.save(state)
     tokens = [sum(lengths[i] for i in batch) for batch in batches]
-    progress.total(sum(tokens), "tokens", sum(tokens[: trainer.number]))
+    done = sum(tokens[: trainer.number])
+    progress.total(sum(tokens), "tokens", done)
     progress.milestone("training")
+
+    def load(batch: list[int]) -> tuple[list[Batch], str]:
+        mine = [batch[i] for i in world.share([lengths[i] for i in batch])]
+        samples = [store.sample(i) for i in mine]
+        parts = group([len(sample.ids) for sample in samples], config.micro_tokens)
+        return [pack([samples[i] for i in part], config.ttt_steps, device, dtype) for part in parts], _names(samples)
+
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
+    loader = Loader(load, batches[trainer.number :], device)
     recent: list[Step] = []
     began, first = time.monotonic(), trainer.number
-    for number in range(trainer.number, len(batches)):
-        samples = [store.sample(i) for i in batches[number]]
-        recent.append(trainer.step(pack(samples, config.ttt_steps, device, dtype), names=_names(samples)))
-        progress.advance(tokens[number])
-        if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
-            said = sum(tokens[: trainer.number])
+    for parts, names in loader:
+        recent.append(trainer.step(*parts, names=names))
+        progress.advance(tokens[trainer.number - 1])
+        done += tokens[trainer.number - 1]
+        last = trainer.number == len(batches)
+        if trainer.number % SAY_EVERY == 0 or last:
+            seconds = time.monotonic() - began
             progress.metric(
-                step=trainer.number, tokens=said, loss=mean_loss(recent), learning_rate=recent[-1].learning_rate
+                step=trainer.number,
+                tokens=done,
+                loss=mean_loss(recent),
+                learning_rate=recent[-1].learning_rate,
+                gradient_norm=recent[-1].gradient_norm,
+                tokens_per_second=sum(tokens[first : trainer.number]) / seconds,
+                waited_for_loader=loader.waited / seconds,
             )
-            recent = recent[-1:] if trainer.number == len(batches) else []
-        if trainer.number in evaluations:
-            _evaluate(trainer, heldout, progress, out / CURVE, sum(tokens[: trainer.number]))
-        if trainer.number in saves:
+            recent = recent[-1:] if last else []
+        if first_rank and trainer.number in evaluations:
+            _evaluate(trainer, heldout, progress, out / CURVE, done)
+        if first_rank and trainer.number in saves:
             trainer.save(state)
     seconds = max(time.monotonic() - began, 1e-9)
-    (out / DRAFT).mkdir(exist_ok=True)
-    checkpoint.save(out / DRAFT, draft, torch.float32)
-    result = {
+    if first_rank:
+        (out / DRAFT).mkdir(exist_ok=True)
+        checkpoint.save(out / DRAFT, draft, torch.float32)
+    return {
         "steps": len(batches),
         "tokens": sum(tokens),
         "loss": trainer.loss,
@@ -94,18 +127,16 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "digest": checkpoint.digest(draft),
         "versions": {"torch": torch.__version__},
     }
-    write_json(out / RESULT, result)
-    state.unlink()  # only needed to go on
-    return result
 
 
-def build(spec: StepSpec, device: torch.device) -> tuple[DraftModel, torch.Tensor]:
-    """An untrained draft with its vocabulary, and the target's head rows [D, H] for it, both float32 on `device`."""
+def build(spec: StepSpec, device: torch.device, dtype: torch.dtype) -> tuple[DraftModel, torch.Tensor]:
+    """An untrained draft in float32 with its vocabulary and the embeddings in `dtype`, on `device`; and the target's
+    head rows [D, H] for it."""
     info = targets.read(spec.inputs["target"])
     section = spec.section(Draft)
     ids = vocabulary.read(spec.inputs["vocabulary"])
     config = DraftConfig.from_target(info.config, len(ids), fc_norm=section.fc_norm, norm_output=section.norm_output)
-    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).float())
+    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).to(dtype))
     draft = DraftModel(config, embedding)
     draft.set_vocabulary(ids)
     head = weights.head(info.folder)[ids].float()
