@@ -205,11 +205,17 @@ class Draft(Section):
     """The EAGLE-3 layer."""
 
     vocab_size: int | Literal["full"] = 32000
-    start: Literal["fitted", "random"] = "fitted"
-    """fitted: begin with weights fitted to the captured states (a ridge regression); random: what the recipe asks."""
+    start: FileOrName = "fitted"
+    """fitted: begin with weights fitted to the captured states (a ridge regression); random: what the recipe asks; or
+    the folder of an existing draft, to go on with its weights, vocabulary and switches."""
     fc_norm: bool = False
     norm_output: bool = False
     """EAGLE-3.1's two switches."""
+
+    @property
+    def existing(self) -> str | None:
+        """Folder of the draft that training begins with, if it does with one."""
+        return None if self.start in ("fitted", "random") else self.start
 
     @field_validator("vocab_size")
     @classmethod

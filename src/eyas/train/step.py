@@ -72,8 +72,9 @@ def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[s
     if state.is_file():
         trainer.restore(state)
     else:
-        progress.milestone("fitting the start")
-        begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
+        if spec.section(Draft).existing is None:
+            progress.milestone("fitting the start")
+            begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
         world.wait()  # nobody looks for the state before all have looked
         if first_rank:
             _evaluate(trainer, heldout, progress, out / CURVE, 0)
@@ -130,17 +131,19 @@ def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[s
 
 
 def build(spec: StepSpec, device: torch.device, dtype: torch.dtype) -> tuple[DraftModel, torch.Tensor]:
-    """An untrained draft in float32 with its vocabulary and the embeddings in `dtype`, on `device`; and the target's
-    head rows [D, H] for it."""
+    """An untrained draft, or the one to go on with, in float32, its vocabulary set and its embeddings in `dtype`; and
+    the target's head rows [D, H] for it. On `device`."""
     info = targets.read(spec.inputs["target"])
     section = spec.section(Draft)
     ids = vocabulary.read(spec.inputs["vocabulary"])
-    config = DraftConfig.from_target(info.config, len(ids), fc_norm=section.fc_norm, norm_output=section.norm_output)
+    head = weights.head(info.folder)[ids].float().to(device)
     embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).to(dtype))
+    if section.existing is not None:
+        return checkpoint.load(Path(section.existing), embedding).to(device).train(), head
+    config = DraftConfig.from_target(info.config, len(ids), fc_norm=section.fc_norm, norm_output=section.norm_output)
     draft = DraftModel(config, embedding)
     draft.set_vocabulary(ids)
-    head = weights.head(info.folder)[ids].float()
-    return draft.to(device), head.to(device)
+    return draft.to(device), head
 
 
 @torch.no_grad()
