@@ -12,6 +12,7 @@ from eyas.config import Draft, Engine, Train
 from eyas.decode.replay import pooled, replay, spread
 from eyas.draft import checkpoint, start, vocabulary
 from eyas.draft.config import DraftConfig
+from eyas.draft.layers import require_layers
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
 from eyas.engines import weights
@@ -72,7 +73,9 @@ def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[s
     if state.is_file():
         trainer.restore(state)
     else:
-        if spec.section(Draft).existing is None:
+        if existing := spec.section(Draft).existing:
+            require_layers(Path(existing), info, store.contract)
+        else:
             progress.milestone("fitting the start")
             begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
         world.wait()  # nobody looks for the state before all have looked
