@@ -223,11 +223,17 @@ class Draft(Section):
     """The EAGLE-3 layer."""
 
     vocab_size: int | Literal["full"] = 32000
-    start: Literal["fitted", "random"] = "fitted"
-    """fitted: begin with weights fitted to the captured states (a ridge regression); random: what the recipe asks."""
+    start: FileOrName = "fitted"
+    """fitted: begin with weights fitted to the captured states (a ridge regression); random: what the recipe asks; or
+    the folder of an existing draft, to go on with its weights, vocabulary and switches."""
     fc_norm: bool = False
     norm_output: bool = False
     """EAGLE-3.1's two switches."""
+
+    @property
+    def existing(self) -> str | None:
+        """Folder of the draft that training begins with, if it does with one."""
+        return None if self.start in ("fitted", "random") else self.start
 
     @field_validator("vocab_size")
     @classmethod
@@ -246,7 +252,11 @@ class Train(Section):
     """Of the target's distributions that the draft learns; below 1 they come nearer to its greedy choice."""
     epochs: float = Field(default=2.0, ge=0.01)
     batch_tokens: int = Field(default=8192, ge=16)
-    """Tokens of packed samples to one optimizer step."""
+    """Tokens of packed samples to one optimizer step, over all ranks."""
+    micro_tokens: int = Field(default=16384, ge=16)
+    """Tokens packed together on one device; a batch of more is accumulated. A longer sample stands alone."""
+    ranks: int | None = Field(default=None, ge=1, le=64)
+    """Processes that train together, a GPU each; default: one for each GPU, one without."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the layer's matrices; fewer tokens to the same draft, more arithmetic a step."""
     learning_rate: float = Field(default=1e-4, gt=0)

@@ -214,6 +214,29 @@ def test_training_resumes_from_its_state(answered, monkeypatch):
     assert len(steps) < 6 + whole["steps"]
 
 
+def test_training_goes_on_with_an_existing_draft(answered):
+    """Its weights and its vocabulary, not the one that this data would give."""
+    prove(answered)
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    before = answered.run("train", train.run, "target", "capture", "vocabulary")
+    existing = answered.root / "train" / "draft"
+    answered.config["draft"] |= {"start": str(existing), "vocab_size": 40}
+    answered.config["train"] |= {"epochs": 0.5}
+    answered.root = answered.root / "again"
+    answered.root.mkdir()
+    for name in ("target", "capture"):
+        (answered.root / name).symlink_to(existing.parents[1] / name)
+    assert answered.run("vocabulary", vocabulary.run, "target", "capture")["size"] == 90
+    made = read_json(existing / "config.json")
+    write_json(existing / "config.json", made | {"eyas": {"contract": {"layers": [0, 1, 3]}}})
+    with pytest.raises(UserError, match=r"train/draft: made for hidden states \[0, 1, 3\]"):
+        answered.run("train", train.run, "target", "capture", "vocabulary")
+    write_json(existing / "config.json", made)
+    after = answered.run("train", train.run, "target", "capture", "vocabulary")
+    assert after["curve"][0]["accept_length"] == before["curve"][-1]["accept_length"]
+    assert after["digest"] != before["digest"]
+
+
 def test_one_seed_one_checkpoint(answered):
     prove(answered)
     answered.run("vocabulary", vocabulary.run, "target", "capture")

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from eyas.config import Decode, Engine
-from eyas.decode.predict import layers_of
 from eyas.decode.replay import acceptance, load_draft
-from eyas.draft.files import read_config
+from eyas.draft.layers import require_layers
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, use_threads
 from eyas.errors import UserError
@@ -42,11 +41,6 @@ def accept_length(
     folder: Path, target: targets.TargetInfo, store: FeatureStore, draft_tokens: int, device: torch.device
 ) -> float:
     """Replay of a draft on all answers of a store. Raises UserError: it cannot be loaded, or needs other states."""
-    layers = layers_of(read_config(folder), target)
-    if layers != store.contract.layers:
-        raise UserError(
-            f"{folder}: made for hidden states {list(layers)}, the run captures {list(store.contract.layers)}: set "
-            "capture.layers to its own, or try it with `eyas replay`"
-        )
+    require_layers(folder, target, store.contract)
     draft = load_draft(folder, target, torch.float32, device)
     return float(acceptance(draft, store, draft_tokens)["accept_length"])

@@ -17,13 +17,12 @@ from eyas.corpus.render import Renderer
 from eyas.corpus.step import keep
 from eyas.decode.replay import load_draft, pooled, tallies
 from eyas.draft.files import read_config
+from eyas.draft.layers import layers_of
 from eyas.engines import target as targets
 from eyas.engines.answers import batches, to_sample
 from eyas.engines.device import pick_device, use_threads
 from eyas.engines.inprocess.generate import answer
 from eyas.engines.inprocess.target import InProcessTarget
-from eyas.engines.layers import resolve
-from eyas.engines.sglang.layers import declared_layers
 from eyas.errors import UserError
 from eyas.progress import Progress
 
@@ -84,10 +83,3 @@ def predict(
     if not figures["rounds"] and not figures["looping"]["rounds"]:
         raise UserError(f"{prompts}: no answer is long enough to draft in; use other prompts or --max-new-tokens")
     return figures
-
-
-def layers_of(config: dict[str, Any], info: targets.TargetInfo) -> tuple[int, int, int]:
-    """The hidden_states positions that a draft was made for: its contract's, its config's, else the default ones."""
-    if contract := (config.get("eyas") or {}).get("contract"):
-        return resolve(contract["layers"], "hidden_states", info.num_layers)
-    return declared_layers(config, info.architecture, info.num_layers)

@@ -115,6 +115,15 @@ def load(folder: Path, embed_tokens: nn.Embedding, dtype: torch.dtype | None = N
     return draft.eval()
 
 
+def vocabulary(folder: Path) -> torch.Tensor:
+    """The target ids of a checkpoint, int64 [D], sorted. Raises UserError as `load`; also where they are not sorted."""
+    d2t = _read(folder, DraftConfig.from_hf(read_config(folder)))["d2t"]
+    ids = d2t + torch.arange(len(d2t))
+    if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0:
+        raise UserError(f"{folder / WEIGHTS}: its vocabulary is not sorted; it cannot be trained on here")
+    return ids
+
+
 def load_anyway(folder: Path, embed_tokens: nn.Embedding) -> DraftModel:
     """Load a checkpoint as an engine does: what is there and fits is taken, the rest is left random, in silence.
 

@@ -1,7 +1,8 @@
 """The arithmetic between the matrix products, as functions without state.
 
-Within `compiling` on CUDA each is compiled into a few kernels, for any number of rows; elsewhere it runs as it stands.
-Compilation takes seconds a function and is kept by PyTorch's own cache, so only training asks for it.
+Within `compiling` on CUDA those marked `fused` are compiled, for any number of rows; elsewhere they run as they stand.
+Compilation takes seconds a function and is kept by PyTorch's own cache, so only training asks for it. What merges
+attention has kernels of its own (`draft/kernels.py`), of which this is the plain form.
 
 Shapes: n rows, H hidden, A query heads, G key-value heads, E head size, j steps, D draft vocabulary.
 """

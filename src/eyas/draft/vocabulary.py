@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from eyas.config import Draft
+from eyas.draft import checkpoint
 from eyas.draft.config import DraftConfig
 from eyas.engines import target as targets
 from eyas.files import write_atomic
@@ -37,9 +38,9 @@ def read(folder: Path) -> torch.Tensor:
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
-    """Step entry: count and choose."""
+    """Step entry: count and choose; a draft that is trained on keeps its own."""
     info = targets.read(spec.inputs["target"])
-    wanted = spec.section(Draft).vocab_size
+    wanted, existing = spec.section(Draft).vocab_size, spec.section(Draft).existing
     store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
     counts = torch.zeros(info.vocab_size, dtype=torch.int64)
     progress.total(len(store), "samples")
@@ -47,7 +48,10 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         ids, answer = store.ids(i)
         counts += torch.bincount(ids[answer], minlength=info.vocab_size)
         progress.advance(1)
-    size = DraftConfig.from_target(info.config, wanted).draft_vocab_size
-    ids = choose(counts, size)
+    if existing is not None:
+        ids = checkpoint.vocabulary(Path(existing))
+    else:
+        ids = choose(counts, DraftConfig.from_target(info.config, wanted).draft_vocab_size)
+    size = len(ids)
     write_atomic(out / FILE, safetensors.torch.save({"target_ids": ids}))
     return {"size": size, "coverage": float(counts[ids].sum() / counts.sum()), "distinct": int((counts > 0).sum())}

@@ -296,6 +296,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
     train, heldout = (count % UNKNOWN_COUNT for count in (_count(config, "train"), _count(config, "heldout")))
     rows = float(train + heldout) if train and heldout else None
     decoded = config.decode.prompts or heldout
+    existing = _draft_files((config.draft.existing,) if config.draft.existing else (), "draft.start")
     candidates = (
         Step(
             "candidates",
@@ -337,12 +338,19 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             work=rows,
         ),
         *candidates,
-        Step("vocabulary", "eyas.draft.vocabulary:run", needs=("target", "capture"), sections=("draft",)),
+        Step(
+            "vocabulary",
+            "eyas.draft.vocabulary:run",
+            needs=("target", "capture"),
+            sections=("draft",),
+            outside=existing,
+        ),
         Step(
             "train",
             "eyas.train.step:run",
             needs=("target", "capture", "vocabulary"),
             sections=("engine", "draft", "train"),
+            outside=existing,
             resources=cpu,
             work=train * config.train.epochs if train else None,
         ),
@@ -423,12 +431,12 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
     return tuple(files.items())
 
 
-def _draft_files(drafts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _draft_files(drafts: Sequence[str], field: str = "drafts") -> tuple[tuple[str, str], ...]:
     """Existing drafts: their config by content, weights by samples of it."""
     files: dict[str, str] = {}
     for folder in drafts:
         if not Path(folder).is_dir():
-            raise UserError(f"drafts: {folder} is no folder; name the folders of exported drafts")
+            raise UserError(f"{field}: {folder} is no folder; name the folders of exported drafts")
         files |= dict(_target_files(folder))
     return tuple(files.items())
 

@@ -35,13 +35,15 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step was like. To ask waits for the device; a figure that is no number is a UserError."""
+    """What one optimizer step was like. To ask waits until it is done; a figure that is no number is a UserError."""
 
     number: int
     learning_rate: float
     names: str
     figures: torch.Tensor
-    """float64 [3] on the device: loss, gradient norm before clipping, positions that count at step 0."""
+    """float64 [3] on the host: loss, gradient norm before clipping, positions that count at step 0."""
+    arrived: torch.cuda.Event | None
+    """When they are there."""
 
     @property
     def loss(self) -> float:
@@ -60,6 +62,8 @@ class Step:
         self._read()
 
     def _read(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
         loss, norm, positions = self.figures.tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise UserError(
@@ -119,9 +123,11 @@ class Trainer:
         """
         device = self.head.device
         self.draft.work_in(self.dtype)
-        counts = torch.stack([part.chains.counts for part in parts]).sum(0)
+        counts = torch.zeros(self.config.ttt_steps, dtype=torch.float64, device=device)
+        for part in parts:
+            counts += part.chains.counts
         self.world.add([counts])
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         with fused.compiling() if self.compile else nullcontext():
             for part in parts:
                 loss += self._backward(part, counts)
@@ -130,7 +136,7 @@ class Trainer:
         before, rate = self._newest, self.learning_rate(self.number)
         self._optimizer.step(rate)
         self.number += 1
-        self._newest = Step(self.number, rate, names, torch.stack([loss, norm, counts[0]]).double())
+        self._newest = Step(self.number, rate, names, *_to_host(torch.stack([loss, norm.double(), counts[0]])))
         checked = self._newest if device.type == "cpu" else before
         if checked is not None:
             checked.check()
@@ -176,6 +182,16 @@ class Trainer:
             for name, p in self._named:
                 p.copy_(state[name])
         self._optimizer.restore({key: value for key, value in state.items() if ":" in key})
+
+
+def _to_host(figures: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and when it will be there: to ask the device itself would wait for all that it has to do."""
+    if not figures.is_cuda:
+        return figures, None
+    host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True).copy_(figures, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return host, arrived
 
 
 def evenly(times: int, steps: int) -> set[int]:

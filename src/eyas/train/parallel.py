@@ -6,12 +6,15 @@ added up before the backward pass, since the loss is divided by the positions of
 does not depend on the number of ranks, but for the order of the sums.
 """
 
-import os
-from collections.abc import Iterable
+import contextlib
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,20 @@ class World:
     rank: int = 0
     size: int = 1
 
-    @classmethod
-    def join(cls, device: torch.device) -> "World":
-        """Join the others that torchrun has started beside this process; alone without it."""
-        if "WORLD_SIZE" not in os.environ:
-            return cls()
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
+    def device(self, device: torch.device) -> torch.device:
+        """This rank's own: the GPU of its number on this host."""
+        return torch.device("cuda", self.rank) if device.type == "cuda" else device
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace each by its sum over all ranks."""
         if self.size > 1:
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 work.wait()
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
 
     def share(self, lengths: list[int]) -> list[int]:
         """Which of a global batch's samples are this rank's: long ones first, each to the rank with least to do.
@@ -49,3 +50,56 @@ class World:
             loads[least] += lengths[i]
             shares[least].append(i)
         return sorted(shares[self.rank])
+
+
+@contextlib.contextmanager
+def together(size: int, device: torch.device, work: Callable[..., Any], *arguments: Any) -> Iterator[World]:
+    """A world of `size` ranks on this host, this process its first; the others run `work(world, *arguments)`.
+
+    All of them have ended when this returns: well, or because this process's part failed.
+    """
+    if size == 1:
+        yield World()
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    threads = max(1, torch.get_num_threads() // size)
+    given = (size, address, backend, threads, work, arguments)
+    others = [
+        processes.get_context("spawn").Process(target=_other, args=(rank, *given), daemon=True)
+        for rank in range(1, size)
+    ]
+    for other in others:
+        other.start()
+    try:
+        with _joined(0, size, address, backend, threads) as world:
+            yield world
+        for other in others:
+            other.join()
+    finally:
+        for other in others:
+            other.terminate()
+            other.join()
+
+
+@contextlib.contextmanager
+def _joined(rank: int, size: int, address: str, backend: str, threads: int) -> Iterator[World]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    try:
+        yield World(rank, size)
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(before)
+
+
+def _other(
+    rank: int, size: int, address: str, backend: str, threads: int, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    with _joined(rank, size, address, backend, threads) as world:
+        work(world, *arguments)

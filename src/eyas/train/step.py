@@ -12,6 +12,7 @@ from eyas.config import Draft, Engine, Train
 from eyas.decode.replay import pooled, replay, spread
 from eyas.draft import checkpoint, start, vocabulary
 from eyas.draft.config import DraftConfig
+from eyas.draft.layers import require_layers
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
 from eyas.engines import weights
@@ -22,10 +23,11 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
-from eyas.train.data import Rows, Steps, to_batch
+from eyas.train.data import Steps, to_batch
 from eyas.train.loader import Loader
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import Batch, pack, plan
+from eyas.train.parallel import World, together
 
 STATE, RESULT, CURVE = "state.safetensors", "training.json", "curve.json"
 DRAFT = "draft"
@@ -41,58 +43,88 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     """Step entry. Saves its state evenly spread over the run and goes on from the last one."""
     engine, config = spec.section(Engine), spec.section(Train)
     use_threads(engine)
-    device = pick_device(engine)
     if (out / RESULT).is_file():  # an attempt that was ended just before it was published
         (out / STATE).unlink(missing_ok=True)
         finished: dict[str, Any] = read_json(out / RESULT)
         return finished
+    device = pick_device(engine)
+    ranks = config.ranks or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    with together(ranks, device, train, spec, out, Silent()) as world:
+        result = train(world, spec, out, progress)
+    write_json(out / RESULT, result)
+    (out / STATE).unlink()  # only needed to go on
+    return result
+
+
+def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
+    """Train as one rank; the first one evaluates, saves, and writes the draft. Returns the step's result."""
+    config, first_rank = spec.section(Train), world.rank == 0
+    device = world.device(pick_device(spec.section(Engine)))
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
     info = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "train", target=info)
     heldout = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
-    batches = plan(store.lengths, config.batch_tokens, config.epochs, spec.seed)
-    draft, head = build(spec, device)
+    lengths = store.lengths
+    batches = plan(lengths, config.batch_tokens, config.epochs, spec.seed)
     dtype = torch.bfloat16 if device.type == "cuda" or native_bfloat16() else torch.float32
-    trainer = Trainer(draft, head, config, len(batches), dtype)
+    draft, head = build(spec, device, dtype)
+    trainer = Trainer(draft, head, config, len(batches), dtype, world=world)
     state = out / STATE
     if state.is_file():
         trainer.restore(state)
     else:
-        progress.milestone("fitting the start")
-        begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
-        _evaluate(trainer, heldout, progress, out / CURVE, 0)
-        trainer.save(state)
-    lengths = store.lengths
+        if existing := spec.section(Draft).existing:
+            require_layers(Path(existing), info, store.contract)
+        else:
+            progress.milestone("fitting the start")
+            begin(draft, info, spec.section(Draft).start, spec.seed, len(store), store.sample)
+        world.wait()  # nobody looks for the state before all have looked
+        if first_rank:
+            _evaluate(trainer, heldout, progress, out / CURVE, 0)
+            trainer.save(state)
     tokens = [sum(lengths[i] for i in batch) for batch in batches]
-    progress.total(sum(tokens), "tokens", sum(tokens[: trainer.number]))
+    done = sum(tokens[: trainer.number])
+    progress.total(sum(tokens), "tokens", done)
     progress.milestone("training")
+
+    steps = Steps(store, batches, world=world, part_tokens=config.micro_tokens, pin=device.type == "cuda")
+
+    def load(number: int) -> tuple[list[Batch], str]:
+        parts = steps.read(number)
+        batches = [to_batch(rows, config.ttt_steps, device, dtype) for rows in parts]
+        return batches, _names([key for rows in parts for key in rows.keys])
+
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
+    loader = Loader(load, range(trainer.number, len(batches)), device)
     recent: list[Step] = []
     began, first = time.monotonic(), trainer.number
-    steps = Steps(store, batches, pin=device.type == "cuda")
-
-    def load(number: int) -> tuple[Rows, Batch]:
-        rows = steps.read(number)
-        return rows, to_batch(rows, config.ttt_steps, device, dtype)
-
-    for rows, batch in Loader(load, range(trainer.number, len(batches)), device):
-        recent.append(trainer.step(batch, names=_names(rows.keys)))
-        progress.advance(tokens[rows.step])
-        if trainer.number % SAY_EVERY == 0 or trainer.number == len(batches):
-            said = sum(tokens[: trainer.number])
+    for parts, names in loader:
+        recent.append(trainer.step(*parts, names=names))
+        progress.advance(tokens[trainer.number - 1])
+        done += tokens[trainer.number - 1]
+        last = trainer.number == len(batches)
+        if trainer.number % SAY_EVERY == 0 or last:
+            seconds = time.monotonic() - began
             progress.metric(
-                step=trainer.number, tokens=said, loss=mean_loss(recent), learning_rate=recent[-1].learning_rate
+                step=trainer.number,
+                tokens=done,
+                loss=mean_loss(recent),
+                learning_rate=recent[-1].learning_rate,
+                gradient_norm=recent[-1].gradient_norm,
+                tokens_per_second=sum(tokens[first : trainer.number]) / seconds,
+                waited_for_loader=loader.waited / seconds,
             )
-            recent = recent[-1:] if trainer.number == len(batches) else []
-        if trainer.number in evaluations:
-            _evaluate(trainer, heldout, progress, out / CURVE, sum(tokens[: trainer.number]))
-        if trainer.number in saves:
+            recent = recent[-1:] if last else []
+        if first_rank and trainer.number in evaluations:
+            _evaluate(trainer, heldout, progress, out / CURVE, done)
+        if first_rank and trainer.number in saves:
             trainer.save(state)
     seconds = max(time.monotonic() - began, 1e-9)
-    (out / DRAFT).mkdir(exist_ok=True)
-    checkpoint.save(out / DRAFT, draft, torch.float32)
-    result = {
+    if first_rank:
+        (out / DRAFT).mkdir(exist_ok=True)
+        checkpoint.save(out / DRAFT, draft, torch.float32)
+    return {
         "steps": len(batches),
         "tokens": sum(tokens),
         "loss": trainer.loss,
@@ -101,22 +133,22 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         "digest": checkpoint.digest(draft),
         "versions": {"torch": torch.__version__},
     }
-    write_json(out / RESULT, result)
-    state.unlink()  # only needed to go on
-    return result
 
 
-def build(spec: StepSpec, device: torch.device) -> tuple[DraftModel, torch.Tensor]:
-    """An untrained draft with its vocabulary, and the target's head rows [D, H] for it, both float32 on `device`."""
+def build(spec: StepSpec, device: torch.device, dtype: torch.dtype) -> tuple[DraftModel, torch.Tensor]:
+    """An untrained draft, or the one to go on with, in float32, its vocabulary set and its embeddings in `dtype`; and
+    the target's head rows [D, H] for it. On `device`."""
     info = targets.read(spec.inputs["target"])
     section = spec.section(Draft)
     ids = vocabulary.read(spec.inputs["vocabulary"])
+    head = weights.head(info.folder)[ids].float().to(device)
+    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).to(dtype))
+    if section.existing is not None:
+        return checkpoint.load(Path(section.existing), embedding).to(device).train(), head
     config = DraftConfig.from_target(info.config, len(ids), fc_norm=section.fc_norm, norm_output=section.norm_output)
-    embedding = nn.Embedding.from_pretrained(weights.embedding(info.folder).float())
     draft = DraftModel(config, embedding)
     draft.set_vocabulary(ids)
-    head = weights.head(info.folder)[ids].float()
-    return draft.to(device), head.to(device)
+    return draft.to(device), head
 
 
 @torch.no_grad()
