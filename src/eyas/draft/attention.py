@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eyas.draft import flash, fused
+from eyas.draft import flash, fused, plain
 from eyas.draft.chains import Chains
 
 
@@ -35,8 +35,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chains: Chains, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         query, key, value, own = query.contiguous(), kv[0], kv[1], kv[2:]
-        forward, ctx.way_back = flash.pick(chains, query, key)
-        out, log_sum, ctx.state = forward(chains, query, key, value)
+        kernel = flash if flash.takes(query) else plain
+        out, log_sum, ctx.state = kernel.forward(chains, query, key, value)
+        ctx.way_back = kernel.backward
         ctx.chains, ctx.scale = chains, query.shape[-1] ** -0.5
         if own:
             stacked = torch.stack(own[::2]), torch.stack(own[1::2])
@@ -54,14 +55,16 @@ class _Attend(torch.autograd.Function):
         if own:
             stacked = torch.stack(own[::2]), torch.stack(own[1::2])
             backward = _merge(query, backward=True)
-            keys, values = backward(grad, out, log_sum, query, *stacked, ctx.scale, to_query)
+            to_query, keys, values = backward(grad, out, log_sum, query, *stacked, ctx.scale, to_query)
             later = [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
         return None, to_query, to_key, to_value, *later
 
 
 def _merge(query: torch.Tensor, backward: bool = False) -> Any:
+    """The kernel where there is one for this card, else the plain form."""
     if query.is_cuda and query.dtype != torch.float64 and find_spec("triton"):
         from eyas.draft import kernels
 
-        return kernels.merge_backward if backward else kernels.merge
+        if kernels.usable(query.device):
+            return kernels.merge_backward if backward else kernels.merge
     return fused.merge_backward if backward else fused.merge
