@@ -211,7 +211,7 @@ class Bench:
             proofs = Proofs(self.head, decoded=True)
             dtypes = {"train": torch.bfloat16}
             layers = (2, LAYERS // 2, LAYERS - 3)
-            flow = Flow(out, [self.capturing.endpoint], self.about, self.target, layers, proofs, dtypes, 0.0)
+            flow = Flow(out, [self.capturing.endpoint], self.about, self.target, layers, proofs, dtypes, 0.0, 1 << 30)
             flow.resume(wants)
             flow.capture(wants, self.asked.concurrency, Silent())
             assert sum(map(len, flow.shards["train"])) == len(wants), flow.quarantined

@@ -1,6 +1,6 @@
 """The speed of training, on one GPU, with random features of a target's shape.
 
-    python benchmarks/train.py --out DIR [--only llama,realistic,...] [--seconds 8] [--name train]
+    python benchmarks/train.py --out DIR [--only llama,realistic,...] [--seconds 8] [--no-cudnn] [--name train]
 
 Prints and writes DIR/NAME.json, part by part: the device's ceilings, the gradients of the fast paths against float64,
 then tokens a second and peak memory of whole optimizer steps (forward, backward, AdamW). The matrix products' floor is
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from eyas.draft import fused, kernels
+from eyas.draft import flash, fused
 from eyas.draft.attention import attend
 from eyas.draft.chains import Chains, chains
 from eyas.draft.config import DraftConfig
@@ -218,8 +218,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--no-cudnn", action="store_true", help="FlashAttention 2 alone, as on cards where it is best")
     parser.add_argument("--name", default="train")
     asked = parser.parse_args()
+    if asked.no_cudnn:
+        flash.cudnn_is_better = lambda *_: False
     asked.out.mkdir(parents=True, exist_ok=True)
     bf16 = torch.bfloat16
 
@@ -241,7 +244,7 @@ def main() -> None:
     s, out = asked.seconds, asked.out
     parts: dict[str, Callable[[], Any]] = {
         "ceilings": ceilings,
-        "kernels": lambda: {"usable": kernels.usable(GPU)},
+        "kernels": lambda: {f"{a}x{e}": flash.compare(a, g, e, GPU) for a, g, e in ((32, 8, 128), (64, 64, 112))},
         "attention": check_attention,
         "gradients": check_whole,
         "llama": lambda: speed(LLAMA, whole(LLAMA, 4096), s, out / f"{asked.name}-llama.txt"),

@@ -1,7 +1,4 @@
-"""Runs toy steps, in this process or as a program: `python toyrun.py RUN_FOLDER CONFIG [SECONDS]`.
-
-With SECONDS it runs the steps that lease a service, which outlives a failure for so long.
-"""
+"""Runs toy steps, in this process or as a program: `python toyrun.py RUN_FOLDER CONFIG [GRAPH [HOLD_SECONDS]]`."""
 
 import json
 import sys
@@ -9,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from eyas.plan.digests import Plan, make
-from eyas.plan.forecast import Forecast
 from eyas.plan.graph import Step
 from eyas.run import session
-from eyas.run.view import View
+from eyas.run.view import Ahead, View
 
 CHAIN = (
     Step("one", "toys:work", sections=("one",), resources=("cpu",)),
@@ -26,6 +22,15 @@ SERVED = (
     Step("asked", "toys:ask", sections=("asked",), leases=("web",)),
     Step("judged", "toys:work", needs=("asked",), sections=("judged",), leases=("web",)),
 )
+MIXED = (
+    Step("one", "toys:work", sections=("one",), resources=("cpu",)),
+    Step("side", "toys:work", sections=("side",)),
+    Step("asked", "toys:ask", needs=("one",), sections=("asked",), leases=("web",)),
+    Step("two", "toys:work", needs=("asked",), sections=("two",), leases=("web",), resources=("cpu",)),
+    Step("alone", "toys:work", needs=("two",), sections=("alone",), alone=True),
+    Step("export", "toys:work", needs=("alone", "side"), sections=("export",), product=True),
+)
+GRAPHS = {"chain": (CHAIN, ()), "served": (SERVED, WEB), "mixed": (MIXED, WEB)}
 
 
 class Recorder:
@@ -35,7 +40,7 @@ class Recorder:
         self.states: list[str] = []
         self.said: list[str] = []
         self.notes: list[str] = []
-        self.looked: list[Forecast] = []
+        self.looked: list[Ahead] = []
 
     def begin(self, views: list[View], services: list[View]) -> None:
         self.views = {view.name: view for view in views}
@@ -49,8 +54,8 @@ class Recorder:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def outlook(self, found: Forecast) -> None:
-        self.looked.append(found)
+    def outlook(self, ahead: Ahead) -> None:
+        self.looked.append(ahead)
 
     def waits(self, text: str) -> None: ...
 
@@ -83,7 +88,7 @@ if __name__ == "__main__":
 
     options = json.loads(sys.argv[2])
     session.report = lambda folder, strict=True: []
-    made, hold = plan(options), 0.0
-    if len(sys.argv) > 3:
-        made, hold = plan(options, SERVED, WEB), float(sys.argv[3])
-    sys.exit(session.run(Path(sys.argv[1]), made, {"name": "toy"}, Plain(), hold).code)
+    graph = sys.argv[3] if len(sys.argv) > 3 else "chain"
+    hold = sys.argv[4] if len(sys.argv) > 4 else "0"
+    made = plan(options, *GRAPHS[graph])
+    sys.exit(session.run(Path(sys.argv[1]), made, {"name": "toy"}, Plain(), float(hold)).code)

@@ -25,7 +25,7 @@ from eyas.train.packing import pack
 
 LAYERS = (2, 4, 5)
 TOKENS = 24
-STEPS = 160
+STEPS = 140
 CPU = torch.device("cpu")
 
 
@@ -40,7 +40,7 @@ class Trained:
     folder: Path
 
 
-def train(model: Path, folder: Path, vocabulary: int = 120, count: int = 20) -> Trained:
+def train(model: Path, folder: Path, vocabulary: int = 120, count: int = 16) -> Trained:
     """Train a draft of `vocabulary` tokens for the model of a folder on `count` answers; files go into `folder`."""
     info = targets.inspect(str(model), Silent())
     target = InProcessTarget(info, tuple(range(info.num_layers)), torch.float32, CPU)

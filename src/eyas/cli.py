@@ -9,6 +9,8 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.ui import data, regenerate
+from eyas.ui.store import commands as store_commands
 
 if TYPE_CHECKING:
     from eyas.config import RunConfig
@@ -23,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(store_commands, name="store")
 RunFile = Annotated[Path, typer.Argument(help="A run file; see recipes/.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[A.B=VALUE]...", help="Single fields of the run file, as train.epochs=3.")
@@ -94,12 +97,14 @@ def run(
 def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
     """Show what `eyas run` would do: which steps are finished, which would run, and why. Nothing is started."""
     from eyas.run import keep
+    from eyas.ui.budget import budget
     from eyas.ui.overview import planned
 
     config, make = _plan(runfile, overrides)
     folder = runs / config.name
     choice = keep.choose(folder, make)
-    print(planned(folder, choice.undecided, config.model_dump(mode="json")))
+    rows = planned(folder, choice.undecided, config.model_dump(mode="json"))
+    print("\n".join([rows, *budget(folder, config, choice.undecided)]))
     if choice.open:
         print(_changed(choice))
 
@@ -113,6 +118,21 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
 
     state = read_status(_folder(run))
     print(json.dumps(state, indent=1, ensure_ascii=False) if as_json else as_text(state))
+
+
+@app.command()
+def watch(
+    run: Run,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What `status --json` gives, a line a second.")] = False,
+) -> None:
+    """Watch a run from anywhere, until its runner ends; Ctrl-C leaves it alone."""
+    from eyas.ui import overview, watch
+
+    if as_json:
+        overview.print_lines(_folder(run))
+    else:
+        watch.watch(_folder(run), _watcher(plain))
 
 
 @app.command()
@@ -168,6 +188,9 @@ def replay(
 def verify(
     draft: Annotated[Path, typer.Argument(help="Folder of a draft, anyone's.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model it drafts for: a folder or a name.", show_default=False)],
+    python: Annotated[
+        str | None, typer.Option(metavar="PYTHON", help="An interpreter whose SGLang is asked.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check a draft's files against its target, without running either; exit code 2: a check failed."""
@@ -178,7 +201,7 @@ def verify(
     from eyas.ui.single import Lines
 
     with plain_errors(draft):
-        found = importlib.import_module("eyas.draft.verify").verify(draft, target, Lines())
+        found = importlib.import_module("eyas.draft.verify").verify(draft, target, python, Lines())
     print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else table(found))
     failed = list(dict.fromkeys(check["name"] for check in found["checks"] if check["passed"] is False))
     if failed:
@@ -310,6 +333,43 @@ def bench(
 
 
 @app.command()
+def tune(
+    runfile: RunFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Find the target's best plain SGLang configuration for tune.goal; finished trials are kept when it is stopped."""
+    import json
+
+    from rich.console import Console
+
+    from eyas import config
+    from eyas.report import tuned as plot
+    from eyas.run import lock
+    from eyas.run.faults import plain_errors
+    from eyas.ui import tuned
+    from eyas.ui.single import Lines
+
+    loaded = config.load(runfile, overrides)
+    folder = runs / loaded.name / "tune"
+    with plain_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.hold(folder.parent):
+            try:
+                found = importlib.import_module("eyas.bench.tune.tune").run(loaded, folder, Lines())
+            except KeyboardInterrupt:
+                print("eyas: stopped; finished trials are kept: run the same command again to go on", file=sys.stderr)
+                raise typer.Exit(130) from None
+            drawn = plot.write_plot(found, folder / "tune.svg")
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        tuned.show(found, Console(width=None if sys.stdout.isatty() else 120))
+        print("Files     ", folder / "tune.json", *([folder / "tune.svg"] if drawn else []))
+
+
+@app.command()
 def init(
     launch: Annotated[Path, typer.Option(metavar="LAUNCH.SH", help="A script that starts SGLang.", show_default=False)],
     out: Annotated[Path | None, typer.Option(metavar="RUN.YAML", help="Default: print it.", show_default=False)] = None,
@@ -345,6 +405,10 @@ def plugin(
 ) -> None:
     """Put the capture plugin into a folder, for a server that you start yourself."""
     print(importlib.import_module("eyas.engines.sglang.install").install(folder, layers, convention, captures))
+
+
+app.command()(data.prepare)
+app.command()(regenerate.regenerate)
 
 
 def _plan(runfile: Path, overrides: list[str] | None) -> "tuple[RunConfig, Make]":

@@ -147,8 +147,15 @@ class Server(Section):
         return value
 
 
+class Data(Section):
+    """How data are read, wherever they are (docs/data.md)."""
+
+    max_rejected: float = Field(default=0.05, ge=0, le=1)
+    """Above this share of rows that cannot be used, the step fails."""
+
+
 class Prompts(Section):
-    """What the target is asked. `builtin`, or a file: .txt (a prompt a line) or .jsonl (`prompt` or `messages`)."""
+    """What the target is asked: `builtin`, or a file, folder, glob or data set of conversations (docs/data.md)."""
 
     train: FileOrName = "builtin"
     heldout: FileOrName = "builtin"
@@ -199,6 +206,17 @@ class Capture(Section):
                 "layers, and this would be -1"
             )
         return value
+
+
+class Store(Section):
+    """How captured states are kept (docs/store.md)."""
+
+    codec: Literal["bf16", "fp8"] = "bf16"
+    """Of the training features. bf16: as they were captured (`capture.dtype`), without loss; fp8: in half the bytes."""
+    shard_mib: int = Field(default=1024, ge=1)
+    """Size of the files; one larger sample has a file of its own."""
+    keep: Literal["always", "until_verified"] | Annotated[int, Field(ge=0)] = "always"
+    """Until when the states of a finished run are kept; a number: days."""
 
 
 class Draft(Section):
@@ -288,8 +306,43 @@ class Bench(Section):
     """Serve a draft of random weights before any training, a load more: what must a draft reach to pay here?"""
     sweep: list[Annotated[int, Field(ge=1, le=16)]] = []
     """Draft tokens a step to weigh beside decode.draft_tokens; the best predicted are measured, a load each."""
-    max_loads: int = Field(default=3, ge=0)
-    """Server loads that the sweep may take, beyond those that the run needs anyway."""
+    max_loads: int = Field(default=10, ge=0)
+    """Server loads that tuning and the sweep may take together, beyond those that a run needs anyway."""
+
+
+LATENCY = "latency"
+GOAL = re.compile(r"latency|throughput@([1-9]\d{0,3})")
+
+
+class Tune(Section):
+    """The search for the target's best plain configuration (`eyas tune`; SGLang, launched). `bench` says with which
+    prompts and rounds, and how many loads at most."""
+
+    goal: str | None = None
+    """`latency` (one request at a time), `throughput@N` (N at a time), or several joined by +, of equal weight. Where
+    it is stated, `eyas run` tunes first and serves with what it found; `eyas tune` takes latency by default."""
+    options: list[str] = []
+    """Only these, by the names of the table that `eyas tune` prints; empty: all that can matter."""
+    lossy: bool = False
+    """Try what may change answers too: the KV cache in fp8."""
+    deadline: float = Field(default=1800.0, gt=0)
+    """Seconds for one trial, its server's start included."""
+
+    @field_validator("goal")
+    @classmethod
+    def _known_goal(cls, value: str | None) -> str | None:
+        for part in value.split("+") if value is not None else []:
+            if not GOAL.fullmatch(part.strip()):
+                raise ValueError(
+                    f"unknown goal {part.strip()!r}: write latency, throughput@16, or both as latency+throughput@16"
+                )
+        return value
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """Requests under way at once, of each part of the goal."""
+        found = [GOAL.fullmatch(part.strip()) for part in (self.goal or LATENCY).split("+")]
+        return sorted({int(match[1] or 1) for match in found if match})
 
 
 class Pilot(Section):
@@ -309,13 +362,16 @@ class RunConfig(Section):
     target: Target
     engine: Engine = Engine()
     server: Server = Server()
+    data: Data = Data()
     prompts: Prompts = Prompts()
     answers: Answers = Answers()
     capture: Capture = Capture()
+    store: Store = Store()
     draft: Draft = Draft()
     train: Train = Train()
     decode: Decode = Decode()
     bench: Bench = Bench()
+    tune: Tune = Tune()
     pilot: Pilot = Pilot()
     drafts: list[FileOrName] = []
     """Existing drafts (folders) whose acceptance is predicted before anything is trained."""
@@ -328,6 +384,23 @@ class RunConfig(Section):
             return data
         sections = {name for name, info in cls.model_fields.items() if _is_section(info.annotation)}
         return {name: {} if value is None and name in sections else value for name, value in data.items()}
+
+
+TUNING_LOADS = 4
+"""The fewest that tuning takes: the default, one other setting, and both once more to confirm it."""
+
+
+def require_tunable(config: RunConfig) -> None:
+    """Raises UserError: nothing that eyas starts with SGLang, or too few loads."""
+    if config.engine.kind != "sglang":
+        raise UserError(f"engine.kind is {config.engine.kind}; tuning is for SGLang: set engine.kind=sglang")
+    if config.server.url is not None:
+        raise UserError("server.url: a server that runs already cannot be tuned: leave it out, so that eyas starts one")
+    if config.bench.max_loads < TUNING_LOADS:
+        raise UserError(
+            f"bench.max_loads is {config.bench.max_loads}: tuning takes at least {TUNING_LOADS}: the default, one "
+            "other setting, and both once more to confirm it"
+        )
 
 
 def _is_section(kind: Any) -> bool:

@@ -137,7 +137,7 @@ def test_there_are_commands():
     assert "make demo" in COMMANDS
     assert "make test" in COMMANDS
     assert set(LONG) < set(COMMANDS)
-    for subcommand in ("run", "plan", "status", "report", "replay", "init", "doctor", "plugin"):
+    for subcommand in ("run", "plan", "status", "report", "replay", "init", "doctor", "plugin", "bench"):
         assert any(command.startswith(f"eyas {subcommand} ") for command in COMMANDS), subcommand
 
 

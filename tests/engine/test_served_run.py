@@ -66,7 +66,7 @@ def finished(sglang_python: str, smollm2: Path, tmp_path_factory: pytest.TempPat
             code = run.wait(900)
         finally:
             if run.poll() is None:
-                run.send_signal(signal.SIGINT)
+                run.terminate()
                 run.wait(60)
     text = (folder / "said").read_text()
     assert code == 0, text

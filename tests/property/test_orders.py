@@ -74,7 +74,7 @@ def _meet(one: object, other: object) -> bool:
     return one.start < other.end - 1e-9 and other.start < one.end - 1e-9  # type: ignore[attr-defined]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(problems(), st.randoms(use_true_random=False), st.booleans())
 def test_needs_leases_and_tokens_are_never_violated(problem: Problem, dice: random.Random, patient: bool) -> None:
     """Whatever the order, and whatever things really take."""
@@ -91,7 +91,7 @@ def test_needs_leases_and_tokens_are_never_violated(problem: Problem, dice: rand
     assert run.steps[chain[-1]].end == run.seconds
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problems())
 def test_the_order_chosen_is_no_slower_than_the_longest_path_first(problem: Problem) -> None:
     plain = simulate(problem, problem.remaining)

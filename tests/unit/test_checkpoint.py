@@ -1,5 +1,6 @@
 """A draft on disk: exact names, exact values, and plain words for what is wrong with it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -156,3 +157,16 @@ def test_a_draft_without_t2d_is_read(saved, target):
     folder, draft = saved
     rewrite(folder, lambda s: s.pop("t2d"))
     assert torch.equal(checkpoint.load(folder, target.embedding).t2d, draft.t2d)
+
+
+def test_the_residual_of_speculators_is_the_normed_state(target):
+    draft = make_draft(target, vocabulary=50)
+    with torch.no_grad():
+        draft.midlayer.hidden_norm.weight.uniform_(0.5, 1.5)
+    state, attended = torch.randn(4, 32), torch.randn(4, 4, 8)
+    normed = draft.midlayer.hidden_norm(state)
+    plain = draft.finish(attended, normed)
+    assert not torch.allclose(draft.finish(attended, state), plain)
+    draft.config = dataclasses.replace(draft.config, norm_before_residual=True)
+    torch.testing.assert_close(draft.finish(attended, state), plain)
+    assert DraftConfig.from_hf(draft.config.to_hf("float32")) == draft.config

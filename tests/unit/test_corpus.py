@@ -12,7 +12,8 @@ import pytest
 from eyas.corpus import step
 from eyas.corpus.keys import prompt_key
 from eyas.corpus.read import Row, read
-from eyas.corpus.render import OURS, Renderer
+from eyas.corpus.render import Renderer
+from eyas.corpus.template import OURS
 from eyas.engines import target
 from eyas.errors import UserError
 from eyas.progress import Silent
@@ -46,7 +47,7 @@ def prompts(tiny_llama: Path, tmp_path: Path) -> Prompts:
             (tmp_path / f"{name}.txt").write_text("\n".join(lines))
         sets = {name: str(tmp_path / f"{name}.txt") for name in files}
         model = {"model": str(tiny_llama), "chat_template_kwargs": kwargs or {}}
-        config = {"target": model, "prompts": {**sets, **limits}}
+        config = {"target": model, "prompts": {**sets, **limits}, "data": {}}
         return step.run(StepSpec("prompts", 0, config, {"target": before}), out, Silent())
 
     return run
@@ -141,3 +142,58 @@ def test_step_needs_rows_in_both_sets(prompts: Prompts) -> None:
 def test_step_passes_template_variables_on(prompts: Prompts) -> None:
     with pytest.raises(UserError, match="tokenize is set by eyas"):
         prompts(["a"], ["b"], {"tokenize": False})
+
+
+def test_step_takes_any_data_and_puts_down_what_it_cannot_use(tiny_llama: Path, tmp_path: Path) -> None:
+    before, out, data = tmp_path / "target", tmp_path / "out", tmp_path / "data"
+    for folder in (before, out, data):
+        folder.mkdir()
+    target.run(StepSpec("target", 0, {"target": {"model": str(tiny_llama)}, "engine": {}}, {}), before, Silent())
+    said = [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
+    talk = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    (data / "talks.json").write_text(json.dumps([talk, {"messages": [{"role": "wizard"}]}], indent=1))
+    (data / "table.csv").write_text("question,answer\nx,y\n")
+    (tmp_path / "held.txt").write_text("held out\n")
+
+    def run(most: float) -> dict[str, Any]:
+        config = {
+            "target": {"model": str(tiny_llama)},
+            "prompts": {"train": str(data), "heldout": str(tmp_path / "held.txt")},
+            "data": {"max_rejected": most},
+        }
+        return step.run(StepSpec("prompts", 0, config, {"target": before}), out, Silent())
+
+    result = run(0.5)
+    assert (result["train"], result["heldout"], result["rejected"]) == (3, 1, {"unknown role": 1})
+    assert [row["source"].removeprefix(f"{data}/") for row in rows(out / "train.jsonl")] == [
+        "table.csv:2",
+        "talks.json:2",
+        "talks.json:2 turn 2",
+    ]
+    (refused,) = rows(out / "rejected.jsonl")
+    assert (refused["file"], refused["line"]) == (f"{data}/talks.json", 22)
+    with pytest.raises(
+        UserError, match=r"1 of 5 rows cannot be used, more than 5\.0% \(1 rejected: unknown role\), first"
+    ):
+        run(0.05)
+
+
+def test_step_counts_rows_that_the_template_refuses(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    )
+    before, out = tmp_path / "target", tmp_path / "out"
+    before.mkdir()
+    out.mkdir()
+    target.run(StepSpec("target", 0, {"target": {"model": str(folder)}, "engine": {}}, {}), before, Silent())
+    (tmp_path / "train.txt").write_text("a\nbad\nb\n")
+    (tmp_path / "held.txt").write_text("c\n")
+    config = {
+        "target": {"model": str(folder)},
+        "prompts": {"train": str(tmp_path / "train.txt"), "heldout": str(tmp_path / "held.txt")},
+        "data": {"max_rejected": 0.5},
+    }
+    result = step.run(StepSpec("prompts", 0, config, {"target": before}), out, Silent())
+    assert (result["train"], result["rejected"]) == (2, {"the chat template refuses it": 1})
+    assert rows(out / "rejected.jsonl")[0]["line"] == 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.corpus.builtin import load
-from eyas.corpus.read import EMPTY, NOT_USER, Row, read
+from eyas.corpus.read import Row, counted, read
 from eyas.errors import UserError
 
 
@@ -24,11 +24,11 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_builtin() -> None:
-    rows, rejected = read("builtin", "heldout", 3)
+    rows, refused = read("builtin", "heldout", 3)
     first = load("heldout")[0]
     assert rows[0] == Row([user(first.text)], first.form, "builtin/heldout:1")
     assert [row.source for row in rows] == [f"builtin/heldout:{number}" for number in (1, 2, 3)]
-    assert not rejected
+    assert not refused
     assert len(read("builtin", "train")[0]) == len(load("train"))
 
 
@@ -45,66 +45,86 @@ def test_objects(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "form": "poem", "id": 7}, {"messages": messages}]
     path = tmp_path / "my.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + "\r\n".join(["", *map(json.dumps, rows), ""]).encode())
-    assert read(str(path), "train")[0] == [Row([user("x")], "poem", f"{path}:2"), Row(messages, "", f"{path}:3")]
+    assert read(str(path), "train")[0] == [
+        Row([user("x")], "poem", f"{path}:2"),
+        Row(messages[:2], "", f"{path}:3"),
+        Row(messages, "", f"{path}:3 turn 2"),
+    ]
 
 
-def test_unusable_rows_are_counted(tmp_path: Path) -> None:
-    answered = {"messages": [user("a"), {"role": "assistant", "content": "b"}]}
-    name = jsonl(tmp_path / "x.jsonl", {"prompt": " "}, answered, {"prompt": "fine"}, {"messages": [user("")]})
-    rows, rejected = read(name, "train")
-    assert [row.source for row in rows] == [f"{name}:3"]
-    assert rejected == {EMPTY: 2, NOT_USER: 1}
+def test_each_answer_is_asked_for_again(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
+    talk = [user("a"), call, {"role": "tool", "content": "x"}, {"role": "assistant", "content": "b"}]
+    name = jsonl(
+        tmp_path / "x.jsonl", {"messages": talk, "tools": tools}, {"ids": [5, 6, 7, 8], "spans": [[1, 2], [3, 4]]}
+    )
+    assert read(name, "train")[0] == [
+        Row(talk[:1], "", f"{name}:1", tools),
+        Row(talk[:3], "", f"{name}:1 turn 2", tools),
+        Row([], "", f"{name}:2", ids=[5]),
+        Row([], "", f"{name}:2 turn 2", ids=[5, 6, 7]),
+    ]
+
+
+def test_folders(tmp_path: Path) -> None:
+    jsonl(tmp_path / "b.jsonl", {"prompt": "x"})
+    (tmp_path / "a.csv").write_text("question,answer\ny,z\n")
+    rows, _ = read(str(tmp_path), "train")
+    assert [(row.messages[0]["content"], row.source) for row in rows] == [
+        ("y", f"{tmp_path}/a.csv:2"),
+        ("x", f"{tmp_path}/b.jsonl:1"),
+    ]
+
+
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    bad = [b"{", b"{}", b'{"prompt": " "}', b'{"prompt": "\\ud800"}', b"caf\xe9", b'{"messages": [{"role": "user"}]}']
+    path.write_bytes(b"\n".join([b'{"prompt": "fine"}', *bad]))
+    rows, refused = read(str(path), "train")
+    assert len(rows) == 1
+    assert [(row.line, row.reason) for row in refused] == [
+        (2, "not valid JSON"),
+        (3, "no known form"),
+        (4, "an empty user turn"),
+        (5, "half a surrogate pair"),
+        (6, "not UTF-8 text"),
+        (7, "an empty user turn"),
+    ]
+    assert counted(refused)["an empty user turn"] == 2
 
 
 def test_limit_counts_rows_of_the_file(tmp_path: Path) -> None:
-    name = jsonl(tmp_path / "x.jsonl", {"prompt": ""}, {"prompt": "one"}, "not read any more")
-    rows, rejected = read(name, "train", 2)
-    assert (len(rows), rejected.total()) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not a JSON object"),
-        ('"text"', "not a JSON object; write"),
-        ("{}", "neither prompt nor messages"),
-        ('{"prompt": 3}', "prompt must be a text"),
-        ('{"prompt": "a", "messages": []}', "has both"),
-        ('{"messages": []}', "messages must be a list"),
-        ('{"messages": "hi"}', "messages must be a list"),
-        ('{"messages": [{"role": "user"}]}', "the texts role and content"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "the texts role and content"),
-        ('{"prompt": "a", "form": 3}', "form must be a text"),
-        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
-        ("[" * 100_000, "not a JSON object"),
-        ("caf\udce9", "not UTF-8"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"prompt": "fine"}\n' + line.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=message) as caught:
-        read(str(path), "train")
-    assert str(caught.value).startswith(f"{path}:2: ")
-    assert "\n" not in str(caught.value)
+    name = jsonl(tmp_path / "x.jsonl", {"prompt": ""}, {"prompt": "one"}, 7)
+    rows, refused = read(name, "train", 2)
+    assert (len(rows), len(refused)) == (1, 1)
 
 
 def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "none.jsonl").touch()
+    (tmp_path / "some.md").touch()
     for name, message in [
-        ("missing.txt", "cannot read the prompts"),
-        ("folder.txt", "cannot read the prompts"),
+        ("missing.txt", r"cannot read .*missing\.txt"),
+        ("folder.txt", "holds no file that can be read"),
         ("blank.txt", "holds no prompts"),
         ("none.jsonl", "holds no prompts"),
-        ("some.csv", "read from .txt"),
+        ("some.md", "data are read from .txt"),
     ]:
         with pytest.raises(UserError, match=message):
             read(str(tmp_path / name), "train")
 
 
-@given(st.lists(st.text().filter(str.strip), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.text().filter(lambda text: text.strip() and "\r" not in text and text[0] != "\ufeff"), min_size=1, max_size=8
+    )
+)
 def test_texts_survive_unchanged(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     path = tmp_path_factory.getbasetemp() / "hypothesis.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))

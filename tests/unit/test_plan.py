@@ -318,6 +318,37 @@ def test_every_load_of_a_server_has_its_reason() -> None:
         ("drafted", ["decode"]),
         ("plain", ["again"]),
     ]
-    assert loads.of_their_own(made, everything) == {"sweep": 3}
+    assert loads.of_their_own(made, everything) == (["sweep"], 10)
     assert [one.steps for one in loads.loads(made, {"decode", "again"})] == [["decode"], ["again"]]
     assert loads.loads(plan(load()), everything) == []
+
+
+def test_a_run_with_a_goal_tunes_before_it_serves() -> None:
+    asked = load(**SGLANG, tune={"goal": "latency"}, bench={"sweep": [2]})
+    steps = {step.name: step for step in graph.in_order(graph.build(asked), graph.build_services(asked))}
+    names = list(steps)
+    assert names.index("twin") < names.index("tune") < names.index("doctor")
+    assert all("tune" in service.needs for service in graph.build_services(asked))
+    assert "tune" in steps["decode"].needs
+    assert "tune" in steps["sweep"].needs
+    made = plan(asked)
+    assert loads.of_their_own(made, set(names)) == (["tune", "sweep"], 10)
+    assert "tune" not in {step.name for step in graph.build(load(**SGLANG))}
+    # Its goal says what is measured, whatever else the run measures.
+    goal = {**SGLANG, "tune": {"goal": "latency"}}
+    assert "tune" not in changed(goal, bench={"concurrencies": [1, 8], "temperatures": [0.6]})
+    assert changed(goal, tune={"goal": "throughput@8"})[0] == "tune"
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"engine": {"kind": "transformers"}}, "engine.kind is transformers; tuning is for SGLang"),
+        ({"server": {"url": "http://127.0.0.1:1"}}, "server.url: a server that runs already cannot be tuned"),
+        ({"bench": {"max_loads": 3}}, "bench.max_loads is 3: tuning takes at least 4"),
+    ],
+)
+def test_a_run_that_cannot_tune_is_refused(sections: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        graph.build(load(**{**SGLANG, "tune": {"goal": "latency"}, **sections}))
+    assert str(error.value).startswith(line)

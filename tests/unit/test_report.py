@@ -426,3 +426,13 @@ def test_plots_take_extremes() -> None:
     ):
         assert drawn.startswith("<svg")
         Page(drawn)
+
+
+def test_what_overlap_saved(folder: Path) -> None:
+    def overlap(value: dict[str, Any]) -> None:
+        value["otherData"]["overlap"] = {"took": 600, "one_after_another": 900, "end": 610, "low": 500, "high": 700}
+
+    edit(folder / "timeline.json", overlap)
+    page = build(folder).read_text()
+    assert "It took 10 min 00 s; one after another, the same would have taken 15 min 00 s." in page
+    assert "Expected were 10 min 10 s (8 min 20 s to 11 min 40 s)." in page

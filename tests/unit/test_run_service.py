@@ -200,7 +200,7 @@ def test_a_service_outlives_a_failure_for_a_while(tmp_path: Path) -> None:
 
 def test_the_next_runner_takes_the_service_that_is_held(tmp_path: Path) -> None:
     config = json.dumps({"judged": {"refuse": True}})
-    command = [sys.executable, toyrun.__file__, str(tmp_path), config, "60"]
+    command = [sys.executable, toyrun.__file__, str(tmp_path), config, "served", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         until = time.monotonic() + 20
         while not lock.owner(tmp_path).get("holding"):
@@ -216,7 +216,7 @@ def test_the_next_runner_takes_the_service_that_is_held(tmp_path: Path) -> None:
 
 
 def test_a_held_service_is_ended_by_ctrl_c(tmp_path: Path) -> None:
-    command = [sys.executable, toyrun.__file__, str(tmp_path), json.dumps({"judged": {"crash": True}}), "60"]
+    command = [sys.executable, toyrun.__file__, str(tmp_path), json.dumps({"judged": {"crash": True}}), "served", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         until = time.monotonic() + 20
         while not lock.owner(tmp_path).get("holding"):

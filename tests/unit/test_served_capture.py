@@ -10,9 +10,10 @@ from collections import namedtuple
 import pytest
 import torch
 
+from eyas import room
 from eyas.bench import again, baseline
 from eyas.bench import served as bench
-from eyas.capture import flow, preflight, served
+from eyas.capture import flow, served
 from eyas.capture.witness import Witness
 from eyas.config import parse
 from eyas.decode import replay
@@ -358,13 +359,13 @@ def test_too_little_room_is_found_before_the_run(steps, monkeypatch):
     monkeypatch.setattr("eyas.capture.preflight.shutil.disk_usage", lambda path: usage(0, 0, 1000))
     with pytest.raises(UserError, match=r"root: 1000 bytes are free, captures on their way need \d+\.\d KiB: free"):
         steps.capture()
-    assert [preflight.size(n) for n in (1, 2048, 3 << 20, 5 << 29)] == ["1 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
+    assert [room.size(n) for n in (1, 2048, 3 << 20, 5 << 29)] == ["1 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
 
 
 def test_room_is_wanted_only_for_what_is_left(steps, fake, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "eyas.capture.preflight.require_space", lambda roots, out, under_way, states: asked.append(states)
+        "eyas.capture.preflight.require_space", lambda roots, out, under_way, states, token: asked.append(states) or ""
     )
     fake.dies_after = 20
     with pytest.raises(SystemExit):
@@ -501,3 +502,21 @@ def test_the_witness_sees_a_single_row(steps, fake):
     sample.last[100] = torch.nan
     assert "at position 100" in witness.check(fake.url, sample)
     assert (witness.count["checked"], witness.count["failed"]) == (3, 2)
+
+
+def test_fp8_is_recorded_proven_again_and_trained_on(steps):
+    steps.config["store"]["codec"] = "fp8"
+    steps.config["capture"] |= {"proof_share": 1.0, "witness": False}
+    result = steps.capture()
+    assert result["quarantined"] == 0
+    assert result["proofs"]["recaptured"]["checked"] == result["samples"]
+    store, heldout = steps.store(), steps.store("heldout")
+    assert (store.contract.dtype, heldout.contract.dtype) == ("float8_e4m3fn", "float32")
+    for i in range(len(store)):
+        sample = store.sample(i)
+        kept = torch.cat([sample.answer[1:], torch.zeros(1, dtype=torch.bool)])
+        assert torch.equal(~sample.last.isnan().any(1), kept)
+        assert torch.equal(sample.argmax[:-1][kept[:-1]], sample.ids[1:][kept[:-1]])
+    assert not any(heldout.sample(i).last.isnan().any() for i in range(len(heldout)))
+    steps.run("vocabulary", vocabulary.run, "target", "capture")
+    assert steps.run("train", train.run, "target", "capture", "vocabulary")["loss"] > 0

@@ -97,6 +97,26 @@ def test_a_server_starts_answers_and_leaves_nothing(tmp_path: Path) -> None:
     assert server.endpoints(json.loads(json.dumps(ready))) == [running.endpoint]
 
 
+def test_a_port_that_somebody_else_was_quicker_to_take_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = Said()
+    with server.started(fake("port taken", tmp_path), MODEL, "float32", tmp_path / "s", said) as running:
+        assert running.alive()
+        assert running.endpoint.root is not None
+        assert running.endpoint.root.is_dir()
+        taken = int(running.endpoint.url.rpartition(":")[2])
+    assert any("another one" in text for text in said.milestones)
+    (tmp_path / "taken").unlink()
+    with (
+        pytest.raises(UserError, match="its port is in use"),
+        server.started(fake("port taken", tmp_path, port=taken), MODEL, "float32", tmp_path / "s", Silent()),
+    ):
+        pass
+    assert gone(tmp_path / "s")
+
+
 @pytest.mark.parametrize(
     ("mode", "text"),
     [

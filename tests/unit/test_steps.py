@@ -19,8 +19,9 @@ from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Silent
 from eyas.spec import StepSpec
-from eyas.store import shard
+from eyas.store.shard import Shard
 from eyas.store.store import FeatureStore
+from eyas.store.writer import write
 from eyas.train import step as train
 
 OTHER_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -99,9 +100,9 @@ def prove(graph):
 def rewrite(graph, change, split="train"):
     """Change every sample of the first shard of a split, as a faulty engine would have written it."""
     path = min((graph.root / "answers" / "batches").glob(f"{split}-*.safetensors"))
-    part = shard.Shard(path)
+    part = Shard(path)
     samples = [part.sample(i) for i in range(len(part))]
-    shard.write(path, [change(i, sample, samples) for i, sample in enumerate(samples)])
+    write(path, [change(i, sample, samples) for i, sample in enumerate(samples)])
 
 
 def test_the_chain_of_steps(answered):
@@ -303,3 +304,17 @@ def test_a_sample_damaged_after_the_proofs_is_not_trained_on(answered):
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"sample \w+ is damaged"):
         answered.run("train", train.run, "target", "capture", "vocabulary")
+
+
+def test_fp8_features_are_coded_after_they_are_proven(answered):
+    answered.config["store"]["codec"] = "fp8"
+    proven = prove(answered)
+    assert proven["quarantined"] == 0
+    store = FeatureStore.open(answered.root / "capture" / "train")
+    assert store.contract.dtype == "float8_e4m3fn"
+    assert store.verify() == []
+    assert bool(store.sample(0).last[0].isnan().all())
+    assert FeatureStore.open(answered.root / "capture" / "heldout").contract.dtype == "float32"
+    assert {path.name for path in (answered.root / "capture").iterdir() if path.is_dir()} == {"train", "heldout"}
+    answered.run("vocabulary", vocabulary.run, "target", "capture")
+    assert answered.run("train", train.run, "target", "capture", "vocabulary")["loss"] > 0

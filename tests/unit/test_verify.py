@@ -13,6 +13,7 @@ from eyas.draft.config import DraftConfig
 from eyas.draft.files import read_tensors
 from eyas.draft.verify import checks
 from eyas.engines import target as targets
+from eyas.engines.sglang.loader import Loader
 from eyas.progress import Silent
 from test_chain import make_draft
 from test_inprocess import load
@@ -194,3 +195,37 @@ def test_eagle_3_1_switches_stand_where_engines_read_them(target, tmp_path):
         assert (place["fc_norm"], place["norm_output"]) == (True, True)
     assert not failed(tmp_path, targets.inspect(str(target.info.folder), Silent()))
     assert "fc_norm.2.weight" in read_tensors(tmp_path)
+
+
+def interpreter(folder, says, code=0):
+    """A program in place of an interpreter that has SGLang."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho warnings first\nprintf '%s' '{says}'\nexit {code}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("says", "passed", "detail"),
+    [
+        ({}, True, "SGLang 9 takes every tensor and fills every parameter"),
+        ({"ignored": ["a"], "unfilled": ["b"]}, False, "SGLang 9: it ignores a; it leaves b uninitialised"),
+        ({"refused": {"a": "too wide"}}, False, "it refuses a (too wide)"),
+        ("ModuleNotFoundError: No module named 'sglang'", None, "cannot be asked: ModuleNotFoundError"),
+    ],
+)
+def test_what_sglangs_loader_says(tmp_path, says, passed, detail):
+    if isinstance(says, dict):
+        says = json.dumps({"sglang": "9", "ignored": [], "refused": {}, "unfilled": []} | says)
+    found = Loader(tmp_path, interpreter(tmp_path, says.replace("'", ""))).check()
+    assert found.passed is passed
+    assert detail.replace("'", "") in found.detail
+
+
+def test_an_interpreter_that_is_none(tmp_path):
+    found = Loader(tmp_path, str(tmp_path / "nothing")).check()
+    assert found.passed is None
+    assert "No such file" in found.detail
+    slow = Loader(tmp_path, interpreter(tmp_path, "", "$(sleep 60)"))
+    slow.stop()
+    assert slow.check().passed is None

@@ -1,16 +1,17 @@
 """What is diagnosed: any draft's folder (`eyas diagnose`), or a run whose draft was not accepted as predicted."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eyas.bench.diagnose import diagnose
-from eyas.bench.evidence import Layers, Row, answered, of_sample, with_states
+from eyas.bench.evidence import Layers, Row, answer_of, answered, of_sample, with_states
 from eyas.bench.variants import OWN, Variant, all_of, of_layers, with_embeddings
 from eyas.config import Engine
-from eyas.corpus.read import read
+from eyas.corpus.read import counted, read
 from eyas.corpus.render import Renderer
 from eyas.corpus.step import keep
 from eyas.decode.acceptance import Tally
@@ -66,12 +67,13 @@ def of_folder(
     layers, named = declared_layers(config, info.architecture, info.num_layers), _names_layers(config)
     prompts = prompts or str(recorded.get("prompts", "builtin"))
     tokens = max_new_tokens or min(TOKENS, int(recorded.get("max_new_tokens", TOKENS)))
-    asked, rejected = read(prompts, "heldout", limit or ROWS)
+    asked, refused = read(prompts, "heldout", limit or ROWS)
     render = Renderer(info, recorded.get("chat_template_kwargs", {}))
     context = info.text_config.get("max_position_embeddings")
-    kept = keep(asked, render, context and context - tokens, set(), rejected, progress)
+    counts: Counter[str] = Counter()
+    kept = keep(asked, render, context and context - tokens, set(), counts, progress, refused)
     if not kept:
-        raise UserError(f"{prompts}: no usable prompt ({dict(rejected)})")
+        raise UserError(f"{prompts}: no usable prompt ({dict(counts + counted(refused))})")
     progress.milestone("loading target and draft")
     drafter = load_draft(draft, info, torch.float32, device, anyway=True)
     loaded = InProcessTarget(info, _wanted(layers, info, named), torch.float32, device)
@@ -95,7 +97,7 @@ def of_folder(
         first = sure[0]
         found |= {"cause": first.name, "sentence": f"The draft's files are at fault: {first.detail}."}
         found |= {"remedy": first.remedy}
-    return {**found, "files": [check.__dict__ for check in failed]}
+    return {**found, "files": [check.to_json() for check in failed]}
 
 
 def of_run(spec: StepSpec, decode: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -125,7 +127,10 @@ def _of_run(spec: StepSpec, draft_tokens: int, progress: Progress) -> dict[str, 
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=info)
     records = [one for path in sorted(spec.inputs["decode"].glob("decoded*.json")) for one in read_json(path)]
     layers, named = store.contract.layers, _names_layers(config)
-    chosen = [records[i] for i in spread(len(records), ROWS)]
+    same = [one for one in records if answer_of(store.sample(one["row"])) == one["answer"]]
+    if not same:
+        raise UserError("no answer with the draft is the target's own, so there is nothing to compare")
+    chosen = [same[i] for i in spread(len(same), ROWS)]
     rows = [of_sample(store.sample(one["row"]), layers, Tally(**one["tally"])) for one in chosen]
     drafter = load_draft(spec.inputs["export"], info, torch.float32, device)
     variants = list(all_of(drafter, info, layers, named, max(len(row.ids) for row in rows)))
@@ -152,28 +157,32 @@ def runs_here(info: TargetInfo) -> bool:
 def read_served(text: str, draft_tokens: int, tokens: int) -> dict[str, Any]:
     """The *acceptance* that `--served` gives: an accept length (over answers of `tokens` tokens in all), or a file.
 
-    Raises UserError: neither, or figures for another number of draft tokens.
+    The file holds an acceptance, or what `eyas bench --json` says. Raises UserError: neither, or figures for another
+    number of draft tokens.
     """
     try:
         length = float(text)
     except ValueError:
-        found = read_json(Path(text)) if Path(text).is_file() else None
-        if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
-            raise UserError(
-                f"--served {text}: neither an accept length nor a file with rounds, accepted and by_position"
-            ) from None
-        if found.get("draft_tokens") != draft_tokens:
-            raise UserError(
-                f"--served {text}: measured with {found.get('draft_tokens')} draft tokens: "
-                f"set --draft-tokens {found.get('draft_tokens')}"
-            ) from None
-        return found
+        return _from_file(Path(text), draft_tokens)
     if not 1 <= length <= draft_tokens + 1:
         raise UserError(
             f"--served {text}: an accept length with {draft_tokens} draft tokens lies within 1 and {draft_tokens + 1}"
         )
     rounds = max(1, round(tokens / length))
     return {"accept_length": length, "rounds": rounds, "accepted": (length - 1) * rounds, "draft_tokens": draft_tokens}
+
+
+def _from_file(path: Path, draft_tokens: int) -> dict[str, Any]:
+    found = read_json(path) if path.is_file() else None
+    if isinstance(found, dict) and isinstance(found.get("bench"), list):
+        greedy = [row["acceptance"] for row in found["bench"] if row.get("acceptance") and not row.get("temperature")]
+        found = greedy[0] if greedy else None
+    if not isinstance(found, dict) or not found.get("rounds") or "accepted" not in found:
+        raise UserError(f"--served {path}: neither an accept length nor a file with rounds, accepted and by_position")
+    if found.get("draft_tokens") != draft_tokens:
+        there = found.get("draft_tokens")
+        raise UserError(f"--served {path}: measured with {there} draft tokens: set --draft-tokens {there}")
+    return found
 
 
 def _names_layers(config: dict[str, Any]) -> bool:
@@ -189,7 +198,7 @@ def _wanted(layers: Layers, info: TargetInfo, named: bool) -> tuple[int, ...]:
 def _otherwise(render: Renderer, asked: list[Any]) -> dict[str, list[list[int]]]:
     """The prompts as a client may send them by mistake, by mistake."""
     found: dict[str, list[list[int]]] = {}
-    for row in asked:
+    for row in (row for row in asked if row.ids is None):
         for label, ids in render.otherwise(row).items():
             found.setdefault(label, []).append(ids)
     return found

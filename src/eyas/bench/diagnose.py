@@ -5,13 +5,14 @@ it is does not. Without, it is the variant that is accepted much better than the
 say something else than what was trained. Never more than one fault is assumed at a time.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eyas.bench import parity
 from eyas.bench.evidence import Layers, Row
-from eyas.bench.variants import OWN, Variant
+from eyas.bench.variants import Variant
 from eyas.decode.acceptance import Tally
 from eyas.decode.replay import BATCH_TOKENS, pooled, tallies
 from eyas.draft.model import DraftModel
@@ -21,20 +22,24 @@ from eyas.train.packing import group
 AS_IS = "as it is"
 CLOSER = 0.5
 """A variant is named only if it lies at most this far from the served figures, the draft as it is being at 1."""
-RIVAL = 1.25
-"""Another cause is named beside the best one up to this multiple of the best one's distance."""
+RIVAL, SLACK = 1.25, 0.005
+"""Another cause is named beside the best one up to this multiple of the best one's distance, and a little more."""
 LEAST_GAIN = 0.1
 """Accept length by which a variant must beat the draft as it is, to be called its fault."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A variant replayed: its acceptance, and its distance from the served figures (None: there are none)."""
+    """A variant replayed: its acceptance, and its distance from the served figures.
+
+    `by_answer`: the distance was taken answer by answer; `agrees`: the pooled figures are one within their statistics.
+    """
 
     variant: Variant
     acceptance: dict[str, Any]
-    distance: float | None
-    agrees: bool
+    distance: float | None = None
+    by_answer: bool = False
+    agrees: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As a row of the result."""
@@ -70,30 +75,24 @@ def diagnose(
     progress.milestone("replaying what may be wrong")
     trials = []
     for variant in tried:
-        trials.append(_try(draft, variant, rows[variant.rows], rows[OWN], served, draft_tokens))
+        trials.append(_try(draft, variant, rows[variant.rows], served, draft_tokens))
         progress.advance(1)
     found = _judge(trials, served) if served else _better(trials)
     return {**found, "served": served, "trials": [trial.to_dict() for trial in trials]}
 
 
 def _try(
-    draft: DraftModel,
-    variant: Variant,
-    rows: Sequence[Row],
-    own: Sequence[Row],
-    served: dict[str, Any] | None,
-    draft_tokens: int,
+    draft: DraftModel, variant: Variant, rows: Sequence[Row], served: dict[str, Any] | None, draft_tokens: int
 ) -> Trial:
     walks = replayed(draft, variant, rows, draft_tokens)
     acceptance = pooled([(row.answer, walk) for row, walk in zip(rows, walks, strict=True)], draft_tokens)
     if served is None:
-        return Trial(variant, acceptance, None, False)
-    known = [row.served for row in own]
-    if len(walks) == len(own) and all(known):
-        distance = apart(walks, [one for one in known if one])
-    else:
-        distance = _apart(acceptance, served)
-    return Trial(variant, acceptance, distance, not parity.compare(acceptance, served, exact=False))
+        return Trial(variant, acceptance)
+    agrees = not parity.compare(acceptance, served, exact=False)
+    known = [row.served for row in rows if row.served is not None]
+    if known and len(known) == len(rows):
+        return Trial(variant, acceptance, apart(walks, known), True, agrees)
+    return Trial(variant, acceptance, _apart(acceptance, served), False, agrees)
 
 
 def replayed(draft: DraftModel, variant: Variant, rows: Sequence[Row], draft_tokens: int) -> list[Tally]:
@@ -131,22 +130,33 @@ def _judge(trials: list[Trial], served: dict[str, Any]) -> dict[str, Any]:
     """What agrees with the served figures."""
     as_is, *others = trials
     reached = f"accept length {parity.accept_length(served):.2f}"
-    if as_is.agrees and as_is.distance is not None and as_is.distance <= min(t.distance or 0.0 for t in others) + 0.02:
+    fitting = sorted((t for t in others if t.agrees), key=_distance)
+    closest = _distance(fitting[0]) if fitting else math.inf
+    if as_is.agrees and not (as_is.by_answer and closest <= CLOSER * _distance(as_is)):
         return _nothing(f"The draft as it is predicts what was served ({reached}): nothing is wrong with it.")
-    fitting = sorted((t for t in others if t.agrees), key=lambda t: t.distance or 0.0)
-    if not fitting or (fitting[0].distance or 0.0) > CLOSER * (as_is.distance or 0.0):
+    if closest > CLOSER * _distance(as_is):
         return _nothing(
             f"No single fault that was tried explains what was served ({reached}, "
             f"{as_is.acceptance['accept_length']:.2f} predicted): see the table of what was."
         )
     best = fitting[0]
-    limit = RIVAL * (best.distance or 0.0) + 0.005
-    causes = [t.variant.cause for t in fitting if (t.distance or 0.0) <= limit]
+    noise = RIVAL * closest + SLACK if best.by_answer else closest + _standard_error(best.acceptance, served)
     sentence = (
         f"What was served ({reached}) is what replay gives with this fault: {best.variant.label} "
         f"({best.acceptance['accept_length']:.2f}; as it is {as_is.acceptance['accept_length']:.2f})."
     )
-    return _named(best, sentence, causes)
+    return _named(best, sentence, [t.variant.cause for t in fitting if _distance(t) <= noise])
+
+
+def _distance(trial: Trial) -> float:
+    assert trial.distance is not None
+    return trial.distance
+
+
+def _standard_error(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the difference of two accept lengths."""
+    share = sum(1 / max(1, parity.count(part, "rounds")) for part in (one, other))
+    return math.sqrt(parity.variance(one, other) * share)
 
 
 def _better(trials: list[Trial]) -> dict[str, Any]:
@@ -158,11 +168,10 @@ def _better(trials: list[Trial]) -> dict[str, Any]:
         return float(trial.acceptance["accept_length"] - before)
 
     best = max(others, key=gain)
-    rounds = max(1, parity.count(as_is.acceptance, "rounds"))
-    may = parity.allowed(parity.variance(as_is.acceptance, best.acceptance), rounds, rounds)
-    if gain(best) <= max(LEAST_GAIN, may):
+    error = _standard_error(as_is.acceptance, best.acceptance)
+    if gain(best) <= max(LEAST_GAIN, parity.STANDARD_ERRORS * error):
         return _nothing(f"Nothing that was tried is accepted better than the draft as it is ({before:.2f}).")
-    causes = [t.variant.cause for t in others if gain(t) >= gain(best) - may / 3]
+    causes = [t.variant.cause for t in others if gain(t) >= gain(best) - error]
     sentence = (
         f"The draft is accepted better with one change: {best.variant.label} "
         f"({best.acceptance['accept_length']:.2f}; as it is {before:.2f})."

@@ -49,6 +49,12 @@ class Row:
         )
 
 
+def answer_of(sample: Sample) -> list[int]:
+    """The tokens of a sample's answer."""
+    ids: list[int] = sample.ids[len(sample.ids) - answer_length(sample) :].tolist()
+    return ids
+
+
 def of_sample(sample: Sample, layers: Layers, served: Tally | None) -> Row:
     """A captured sample, whose `aux` are the states of `layers`."""
     states = dict(zip(layers, sample.aux.float().chunk(3, -1), strict=True))

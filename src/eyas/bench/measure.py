@@ -216,15 +216,39 @@ def ratio(plain: Sequence[Block], draft: Sequence[Block]) -> dict[str, float | N
         one, other = _by_prompt(plain), _by_prompt(draft)
         logs = [math.log(one[key] / other[key]) for key in one if key in other]
         return _interval(logs)
-    logs_plain, logs_draft = ([math.log(block.tokens_per_second) for block in blocks] for blocks in (plain, draft))
-    middle = statistics.mean(logs_draft) - statistics.mean(logs_plain)
-    if min(len(logs_plain), len(logs_draft)) < 2:
+    rates = ([block.tokens_per_second for block in blocks] for blocks in (plain, draft))
+    return rates_ratio(*rates)
+
+
+def rates_ratio(plain: Sequence[float], other: Sequence[float]) -> dict[str, float | None]:
+    """How many times as large the second rates are, with Welch's 95 % interval of the logarithms' means."""
+    logs = [[math.log(rate) for rate in rates] for rates in (plain, other)]
+    middle = statistics.mean(logs[1]) - statistics.mean(logs[0])
+    if min(map(len, logs)) < 2:
         return {"ratio": math.exp(middle), "low": None, "high": None}
-    parts = [statistics.variance(logs) / len(logs) for logs in (logs_plain, logs_draft)]
+    parts = [statistics.variance(one) / len(one) for one in logs]
     error = math.sqrt(sum(parts))
     # Welch's degrees of freedom; equal blocks have no variance at all.
-    below = sum(part**2 / (len(logs) - 1) for part, logs in zip(parts, (logs_plain, logs_draft), strict=True))
+    below = sum(part**2 / (len(one) - 1) for part, one in zip(parts, logs, strict=True))
     return _around(middle, error, sum(parts) ** 2 / below if below else math.inf)
+
+
+def mean_ratio(ratios: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """The geometric mean of independent ratios, with the interval that follows from theirs."""
+    logs = [math.log(found["ratio"]) for found in ratios if found["ratio"]]
+    if len(logs) < len(ratios) or not logs:
+        return {"ratio": None, "low": None, "high": None}
+    middle, halves = statistics.mean(logs), [_half(found) for found in ratios]
+    if None in halves:
+        return {"ratio": math.exp(middle), "low": None, "high": None}
+    half = math.sqrt(sum(one * one for one in halves if one is not None)) / len(logs)
+    return {"ratio": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
+
+
+def _half(found: dict[str, float | None]) -> float | None:
+    """Half the width of a ratio's interval, in logarithms."""
+    low, high = found["low"], found["high"]
+    return (math.log(high) - math.log(low)) / 2 if low and high else None
 
 
 def _by_prompt(blocks: Sequence[Block]) -> dict[str, float]:

@@ -5,7 +5,6 @@ replay predicts for the same prompts; whether every answer equals the target's o
 baseline, at every concurrency, temperature and workload of the run file.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,7 @@ from eyas.engines import weights
 from eyas.engines.device import pick_device, use_threads
 from eyas.engines.sglang import client, info
 from eyas.engines.sglang.answers import answer_of, body
-from eyas.engines.sglang.command import Draft, command, flags
+from eyas.engines.sglang.command import Draft, shell, tuned
 from eyas.engines.sglang.http import Connection
 from eyas.engines.sglang.pool import fan_out
 from eyas.engines.sglang.server import endpoints
@@ -38,8 +37,6 @@ from eyas.spec import StepSpec
 from eyas.store.store import FeatureStore
 
 ROWS = "decoded.json"
-PORT = 30000
-"""Of the launch command, where the run file names none: SGLang's own default."""
 
 
 def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
@@ -92,10 +89,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
 
 def launch(spec: StepSpec, target: TargetInfo) -> str:
     """The shell command that serves the target with the exported draft as it was measured."""
-    config = spec.section(Server)
     draft = Draft(spec.inputs["export"], spec.section(Decode).draft_tokens)
-    line = command(config, target.folder, spec.section(Target).dtype, config.port or PORT, flags(config, draft, {}))
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in config.env.items()), shlex.join(line)])
+    return shell(tuned(spec.section(Server), spec.inputs), target.folder, spec.section(Target).dtype, draft)
 
 
 def answer_rows(

@@ -19,6 +19,7 @@ from eyas.config import Bench, Decode, Engine, Server, Target
 from eyas.decode.replay import acceptance, load_draft
 from eyas.engines import target as targets
 from eyas.engines.device import pick_device, use_threads
+from eyas.engines.sglang.command import tuned
 from eyas.engines.sglang.http import ServerDied
 from eyas.engines.sglang.server import Draft, started
 from eyas.errors import UserError
@@ -41,7 +42,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     drafted = baseline.read_blocks(spec.inputs["decode"], DRAFTED)
     measured: Measured = {decode.draft_tokens: _rows(plain, drafted, decode.draft_tokens)}
     failed: dict[int, str] = {}
-    for _ in range(bench.max_loads):
+    spent = int(read_json(spec.inputs["tune"] / "result.json")["loads"]) if "tune" in spec.inputs else 0
+    for _ in range(bench.max_loads - spent):
         chosen = _next([k for k in lengths if k not in measured and k not in failed], accepts, measured)
         if chosen is None:
             break
@@ -163,7 +165,8 @@ def _measure(spec: StepSpec, draft_tokens: int, out: Path, progress: Progress) -
         return there
     target = targets.read(spec.inputs["target"])
     store = FeatureStore.open(spec.inputs["capture"] / "heldout", target=target)
-    config, dtype, draft = spec.section(Server), spec.section(Target).dtype, Draft(spec.inputs["export"], draft_tokens)
+    config, dtype = tuned(spec.section(Server), spec.inputs), spec.section(Target).dtype
+    draft = Draft(spec.inputs["export"], draft_tokens)
     try:
         with started(config, target.folder, dtype, folder / "server", progress, capture=False, draft=draft) as running:
             try:

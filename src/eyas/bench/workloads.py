@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench.measure import Prompt
-from eyas.corpus.read import Row, read
+from eyas.corpus.read import Row, counted, read
 from eyas.corpus.render import Renderer
 from eyas.decode.replay import prompt_ids, spread
 from eyas.engines.target import TargetInfo
@@ -112,7 +112,7 @@ def _rows(name: str, heldout: str) -> Sequence[Row]:
         return _humaneval()
     rows, rejected = read(heldout if name == HELDOUT else name, "heldout")
     if not rows:
-        raise UserError(f"workload {name}: no usable prompt in it ({dict(rejected)})")
+        raise UserError(f"workload {name}: no usable prompt in it ({dict(counted(rejected))})")
     return rows
 
 

@@ -61,7 +61,7 @@ class Contract:
     last_is_normed: bool
     """`last` is the state after the target's final norm."""
     dtype: str
-    """Of the stored states: float32 or bfloat16."""
+    """Of the stored states: float32, bfloat16 or float8_e4m3fn."""
     hidden_size: int
     vocab_size: int
     engine: str

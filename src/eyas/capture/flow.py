@@ -18,7 +18,7 @@ import xxhash
 from eyas.capture.proofs import Proofs, require_share
 from eyas.engines.device import usable_cores
 from eyas.engines.sglang import capturefile, client
-from eyas.engines.sglang.client import Lost, Reply, Request, ServerDied
+from eyas.engines.sglang.client import Lost, Reply, Request
 from eyas.engines.sglang.info import ServerInfo
 from eyas.engines.sglang.plugin.protocol import Wanted
 from eyas.engines.sglang.server import Endpoint
@@ -26,13 +26,15 @@ from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
-from eyas.store import shard
+from eyas.store.filling import Filling
+from eyas.store.layout import Place
 from eyas.store.manifest import Quarantined
 from eyas.store.shard import Sample, Shard
 
-SHARD_BYTES, SHARD_SAMPLES = 256 << 20, 512
+SHARD_SAMPLES = 4096
+"""Most samples of a shard, whatever their size: it is their list that is read when one of them is wanted."""
 WRITERS = 2
-"""Shards written at once: one thread alone writes not much faster than a large server captures."""
+"""Groups written at once: one thread alone writes not much faster than a large server captures."""
 GROUP, GROUP_BYTES = 16, 256 << 20
 """Samples whose head products are computed together: the head is read once for all of them."""
 QUARANTINED, COUNTS = "quarantined.jsonl", "proofs.json"
@@ -66,6 +68,12 @@ class Want:
     prompt: int
 
 
+def place(want: Want) -> Place:
+    """What of a sample is kept: of a training one, `last` only where an answer token follows."""
+    tokens = len(want.ids)
+    return Place(want.key, tokens, tokens if want.split == "heldout" else tokens - want.prompt)
+
+
 @dataclass(frozen=True, eq=False)
 class Proven:
     """A sample that was looked at: whole and right, or with the reason why not."""
@@ -81,8 +89,9 @@ class Proven:
 class Flow:
     """One step's captures in `out`, which may hold those of an earlier attempt.
 
-    `shards`, `quarantined`: by split, what is durable and what failed. `seconds`: `server` is the time from the first
-    request to the last reply, `proofs` and `write` are sums over threads. `tokens`: captured by this attempt.
+    `stored`: by split, the dtype of the states in the store. `quarantined`: by split, what failed. `seconds`: `server`
+    is the time from the first request to the last reply, `proofs` and `write` are sums over threads. `tokens`: captured
+    by this attempt.
     """
 
     def __init__(
@@ -95,24 +104,24 @@ class Flow:
         proofs: Proofs,
         stored: dict[str, torch.dtype],
         limit: float,
+        shard_bytes: int,
     ) -> None:
         self.about, self.target = about, target
         self._out, self._ends, self._layers, self._proofs = out, list(ends), layers, proofs
-        self._stored, self._limit = stored, limit
-        self._dtypes = set(stored.values())
-        self.shards: dict[str, list[Shard]] = {split: [] for split in stored}
+        self.stored, self._limit, self._shard_bytes = stored, limit, shard_bytes
+        self._itemsize = max(dtype.itemsize for dtype in stored.values())
+        self._filling = {
+            split: Filling(out / "shards", split, target.hidden_size, dtype) for split, dtype in stored.items()
+        }
         self.quarantined: dict[str, list[Quarantined]] = {split: [] for split in stored}
         self.seconds = {"server": 0.0, "proofs": 0.0, "write": 0.0, "recapture": 0.0}
         self.tokens = 0
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._total = dict.fromkeys(stored, 0)
-        self._ready: dict[str, list[Proven]] = {split: [] for split in stored}
-        self._number = dict.fromkeys(stored, 0)
         self._roots = [end.root for end in ends if end.root is not None]
         # What is not deleted yet stays below what the client allows, or both would wait for each other.
         room = min(map(client.space, self._roots))
         self._waiting_bytes = room // 4
-        self._shard_bytes = min(SHARD_BYTES, room // 8)
         self._group_bytes = min(GROUP_BYTES, room // 16)
         # One step's files are told from another's, and this attempt's from an earlier one's, by their names.
         self._ours = xxhash.xxh3_64_hexdigest(str(out.absolute()).encode())[:8]
@@ -125,18 +134,7 @@ class Flow:
         wanted = {want.key for want in wants}
         for split in self._total:
             self._total[split] = sum(want.split == split for want in wants)
-        for path in sorted((self._out / "shards").glob("*.safetensors")):
-            split, _, number = path.stem.partition("-")
-            self._number[split] = max(self._number[split], int(number) + 1)
-            try:
-                whole = Shard(path)
-                sound = not whole.verify() and wanted.issuperset(whole.keys)
-            except UserError:
-                sound = False
-            if sound:
-                self.shards[split].append(whole)
-            else:
-                path.unlink()
+            self._filling[split].resume(wanted.__contains__)
         log = self._out / QUARANTINED
         for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else []:
             try:
@@ -149,9 +147,23 @@ class Flow:
 
     def left(self, wants: Sequence[Want]) -> list[Want]:
         """Those that are neither kept nor quarantined yet."""
-        kept = {key for parts in self.shards.values() for part in parts for key in part.keys}
+        kept: set[str] = set().union(*(filling.kept for filling in self._filling.values()))
         kept |= {one.key for failed in self.quarantined.values() for one in failed}
         return [want for want in wants if want.key not in kept]
+
+    @property
+    def shards(self) -> dict[str, list[Shard]]:
+        """The finished shards, by split."""
+        return {split: filling.shards for split, filling in self._filling.items()}
+
+    def plan(self, left: Sequence[Want]) -> int:
+        """Give each sample its place in a shard; returns the bytes that they will take on the disk."""
+        total = 0
+        for split, filling in self._filling.items():
+            places = [place(want) for want in left if want.split == split]
+            total += filling.bytes(places)
+            filling.plan(places, self._shard_bytes, SHARD_SAMPLES)
+        return total
 
     def request(self, want: Want, kind: str = "sample") -> Request:
         """The request for a sample."""
@@ -164,6 +176,7 @@ class Flow:
         what was proven is kept.
         """
         left = self.left(wants)
+        self.plan(left)
         progress.total(
             sum(len(w.ids) for w in wants), "tokens", sum(len(w.ids) for w in wants) - sum(len(w.ids) for w in left)
         )
@@ -175,7 +188,11 @@ class Flow:
                 lost = self._pass([want for want, _ in lost], concurrency, progress)
             for want, reason in lost:  # not written down: a later attempt asks for them anew
                 self.quarantined[want.split].append(Quarantined(want.key, f"lost: {reason}"))
+            for filling in self._filling.values():
+                filling.finish()
         finally:
+            for filling in self._filling.values():
+                filling.close()
             self._sweep()
 
     def _pass(self, wants: Sequence[Want], concurrency: int, progress: Progress) -> list[tuple[Want, str]]:
@@ -219,10 +236,10 @@ class Flow:
                     waiting.append(provers.submit(self._prove, group))
                 while waiting:
                     self._take(waiting.popleft().result(), lost, writer, writing)
-            except (ServerDied, UserError):
-                self._flush_all(writer, writing)
-                raise
-            self._flush_all(writer, writing)
+            finally:
+                while writing:
+                    writing.popleft().result()
+                self._write_counts()
         return lost
 
     def _crowded(self, groups: int, cores: int) -> bool:
@@ -237,9 +254,7 @@ class Flow:
         proven = []
         for one in read:
             if one.sample is not None:
-                dtype = self._stored[one.want.split]
-                kept = replace(one.sample, aux=one.sample.aux.to(dtype), last=one.sample.last.to(dtype))
-                one = replace(one, sample=kept, reason=self._proofs.check(one.sample))
+                one = replace(one, reason=self._proofs.check(one.sample))
             proven.append(one)
         with self._lock:
             self.seconds["proofs"] += time.perf_counter() - began
@@ -269,57 +284,37 @@ class Flow:
         writer: ThreadPoolExecutor,
         writing: deque[Future[None]],
     ) -> None:
-        """Sort proven captures into shards, quarantine and `lost`.
+        """Sort proven captures into shards, quarantine and `lost`, and wait for what was written before.
 
         Raises UserError as soon as more of a split have failed than may fail of all its samples.
         """
+        right = [one for one in proven if one.reason is None and not one.gone]
+        writing.append(writer.submit(self._write, right))
         for one in proven:
             split = one.want.split
             if one.gone:
                 lost.append((one.want, f"its file is gone: {one.path}"))
-                continue
-            if one.reason is not None:
+            elif one.reason is not None:
                 self._fail(one.want, one.reason)
                 one.path.unlink(missing_ok=True)
                 require_share(self.quarantined[split], self._total[split], self._limit)
-                continue
-            ready = self._ready[split]
-            ready.append(one)
-            if len(ready) == SHARD_SAMPLES or self._bytes(p.want for p in ready) >= self._shard_bytes:
-                self._flush(split, writer, writing)
-
-    def _flush(self, split: str, writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
-        """Have the gathered samples of a split written, and wait for those before."""
-        ready, self._ready[split] = self._ready[split], []
-        if ready:
-            path = self._out / "shards" / f"{split}-{self._number[split]:05}.safetensors"
-            self._number[split] += 1
-            writing.append(writer.submit(self._write, split, path, ready))
         while len(writing) > WRITERS:
             writing.popleft().result()
 
-    def _flush_all(self, writer: ThreadPoolExecutor, writing: deque[Future[None]]) -> None:
-        for split in self._ready:
-            self._flush(split, writer, writing)
-        while writing:
-            writing.popleft().result()
-        self._write_counts()
-
-    def _write(self, split: str, path: Path, ready: list[Proven]) -> None:
-        """Write a shard, then delete its captures; on a thread."""
+    def _write(self, right: list[Proven]) -> None:
+        """Make samples durable, then delete their captures; on a thread."""
         began = time.perf_counter()
-        shard.write(path, [one.sample for one in ready if one.sample is not None])
-        for one in ready:
+        for split, filling in self._filling.items():
+            filling.put([one.sample for one in right if one.sample is not None and one.want.split == split])
+        for one in right:
             one.path.unlink(missing_ok=True)
-        made = Shard(path)
         self._write_counts()
         with self._lock:
-            self.shards[split].append(made)
-            self.shards[split].sort(key=lambda one: one.path)
             self.seconds["write"] += time.perf_counter() - began
 
     def _fail(self, want: Want, reason: str) -> None:
         self.quarantined[want.split].append(Quarantined(want.key, reason))
+        self._filling[want.split].settle(want.key)
         with (self._out / QUARANTINED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"split": want.split, "key": want.key, "reason": reason}) + "\n")
         self._write_counts()
@@ -329,9 +324,7 @@ class Flow:
             write_json(self._out / COUNTS, self._proofs.counts())
 
     def _bytes(self, wants: Iterable[Want]) -> int:
-        return (
-            sum(len(want.ids) for want in wants) * 4 * self.target.hidden_size * max(d.itemsize for d in self._dtypes)
-        )
+        return sum(len(want.ids) for want in wants) * 4 * self.target.hidden_size * self._itemsize
 
     def _sweep(self) -> None:
         """Delete captures of this step that nobody will read, an ended attempt's among them."""

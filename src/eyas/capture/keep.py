@@ -4,11 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eyas.capture.contract import Contract
 from eyas.capture.proofs import Proofs, add_counts
-from eyas.store import store
+from eyas.config import Store
+from eyas.store import store, tend
+from eyas.store.codec import FP8
 from eyas.store.manifest import Quarantined
-from eyas.store.shard import Shard, write
+from eyas.store.shard import Shard
+from eyas.store.writer import write
 
 
 def nothing() -> dict[str, Any]:
@@ -16,18 +21,34 @@ def nothing() -> dict[str, Any]:
     return {"samples": 0, "tokens": 0, "supervised": 0, "bytes": 0, "quarantined": 0, "proofs": {}}
 
 
+def stored(config: Store, captured: torch.dtype) -> torch.dtype:
+    """The dtype of training states in the store."""
+    return FP8 if config.codec == "fp8" else captured
+
+
+def recoded(shards: Sequence[Shard], folder: Path, dtype: torch.dtype) -> list[Shard]:
+    """The shards with their states in `dtype`, in `folder`; `last` only where it is supervised. A later attempt goes on
+    with those that are there."""
+    folder.mkdir(exist_ok=True)
+    made = []
+    for part in shards:
+        path = folder / part.path.name
+        if not path.exists():
+            write(path, [part.sample(i) for i in range(len(part))], dtype, complete=False)
+        made.append(Shard(path))
+    return made
+
+
 def without(shards: Sequence[Shard], keys: set[str], folder: Path) -> list[Shard]:
     """The shards less some samples: one that holds such a sample is written anew into `folder`, or left out."""
     kept = []
     for part in shards:
-        samples = [i for i, key in enumerate(part.keys) if key not in keys]
-        if len(samples) == len(part):
+        if keys.isdisjoint(part.keys):
             kept.append(part)
-        elif samples:
-            folder.mkdir(exist_ok=True)
-            path = folder / part.path.name
-            write(path, [part.sample(i) for i in samples])
-            kept.append(Shard(path))
+            continue
+        folder.mkdir(exist_ok=True)
+        if rest := tend.without(part, keys, folder / part.path.name):
+            kept.append(rest)
     return kept
 
 

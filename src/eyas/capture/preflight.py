@@ -18,6 +18,7 @@ from eyas.engines.sglang.server import Endpoint
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.files import read_json
+from eyas.room import size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 REMEDY = "start the server with the lines that `eyas plugin` prints, or let eyas launch it"
@@ -58,11 +59,13 @@ def require_plugin(
     return first
 
 
-def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int) -> None:
-    """Room for `under_way` bytes of captures under each root, and for `states` bytes where the shards go.
+def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int, token: int) -> str:
+    """Room for `under_way` bytes of captures under each root, and for `states` bytes, `token` each, where the shards
+    go. Returns the figures in a line.
 
     Raises UserError: the folder, what is free and what is needed [Model-Optimizer PR 2080, h2o-llmstudio 214].
     """
+    told = [f"states: {token:,} bytes a token, {size(states)} to come"]
     for folder, needed, why in [
         *((root, under_way, "captures on their way") for root in roots),
         (out, states, "the states of this run"),
@@ -71,16 +74,10 @@ def require_space(roots: Sequence[Path], out: Path, under_way: int, states: int)
         if free < needed:
             raise UserError(
                 f"{folder}: {size(free)} are free, {why} need {size(needed)}: free some space"
-                + (", or name another folder in server.captures" if folder in roots else "")
+                + (", or name another folder in server.captures" if folder in roots else ", or set store.codec: fp8")
             )
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):,.1f} {unit}"
-    return f"{count} bytes"
+        told.append(f"{size(free)} free in {folder}")
+    return ", ".join(told)
 
 
 def require_equal_ranks(endpoint: Endpoint, about: ServerInfo, request: Request, vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from eyas.capture.contract import FORMAT, Contract
 from eyas.capture.flow import Flow, Want, forgiving
 from eyas.capture.proofs import Proofs, require_share
 from eyas.capture.witness import Witness
-from eyas.config import Capture, Engine, Server
+from eyas.config import Capture, Engine, Server, Store
 from eyas.corpus.keys import sample_key
 from eyas.engines import target as targets
 from eyas.engines import weights
@@ -38,8 +38,9 @@ from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
 from eyas.spec import StepSpec
+from eyas.store.codec import FP8
 from eyas.store.manifest import Quarantined
-from eyas.store.shard import Sample
+from eyas.store.sample import Sample, completed
 
 RECAPTURED = 64
 """Most samples that are captured again, whatever capture.proof_share says: each costs the server a pass of its own."""
@@ -74,7 +75,8 @@ def _run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     with client.leased():
         sources = look(spec)
         wants, dropped = read_wants(spec.inputs["answers"], sources)
-        stored = {"train": _stored(config, sources.dtype), "heldout": sources.dtype}
+        store = spec.section(Store)
+        stored = {"train": keep.stored(store, _stored(config, sources.dtype)), "heldout": sources.dtype}
         longest = max(len(want.ids) for want in wants)
         for about in sources.about:
             info.require_capturable(about, longest, sources.target.vocab_size)
@@ -90,9 +92,11 @@ def _run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
             proofs,
             stored,
             config.max_quarantined,
+            store.shard_mib << 20,
         )
+        progress.milestone("looking at what earlier attempts captured")
         flow.resume(wants)
-        _require_space(sources, flow.left(wants), longest, stored, out)
+        _require_space(sources, flow, wants, longest, out, progress)
         for end, about in zip(sources.ends, sources.about, strict=True):
             middle = sorted(wants, key=lambda want: len(want.ids))[len(wants) // 2]
             preflight.require_equal_ranks(end, about, flow.request(middle, "ranks"), sources.target.vocab_size)
@@ -198,9 +202,14 @@ def capture_again(
         end = sources.ends[number % len(sources.ends)]
         sample = shard.sample(i)
         other = alone(flow, end, split, sample)
-        reason = other if isinstance(other, str) else proofs.check_again(sample, other)
+        if isinstance(other, str):
+            failed[split].append(Quarantined(sample.key, other))
+            continue
+        sample = completed(sample, other)
+        reason = proofs.check_again(sample, other)
         if reason is None and witness is not None:
-            reason = witness.check(end.url, sample)
+            # Rounded to fp8 the last states give other log-probabilities; the second capture is what they were.
+            reason = witness.check(end.url, replace(sample, last=other.last) if shard.dtype == FP8 else sample)
         if reason is not None:
             failed[split].append(Quarantined(sample.key, reason))
     every = [one for part in failed.values() for one in part]
@@ -262,13 +271,14 @@ def contract(spec: StepSpec, sources: Sources, stored: torch.dtype) -> Contract:
 
 
 def _require_space(
-    sources: Sources, left: Sequence[Want], longest: int, stored: dict[str, torch.dtype], out: Path
+    sources: Sources, flow: Flow, wants: Sequence[Want], longest: int, out: Path, progress: Progress
 ) -> None:
-    """Room for what is left to be captured; an earlier attempt's shards lie there already."""
-    token = 4 * sources.target.hidden_size
+    """Room for what is left to be captured; an earlier attempt's shards lie there already. Says what there is."""
     roots = [end.root for end in sources.ends if end.root is not None]
-    states = sum(len(want.ids) * token * stored[want.split].itemsize for want in left)
-    preflight.require_space(roots, out, 2 * longest * token * sources.dtype.itemsize, states)
+    width = 4 * sources.target.hidden_size
+    under_way = 2 * longest * width * sources.dtype.itemsize
+    states = flow.plan(flow.left(wants))
+    progress.milestone(preflight.require_space(roots, out, under_way, states, width * flow.stored["train"].itemsize))
 
 
 def _stored(config: Capture, dtype: torch.dtype) -> torch.dtype:

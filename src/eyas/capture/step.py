@@ -5,6 +5,7 @@ sample that fails is quarantined with its reason; above a small share the run st
 training; `train/` and `heldout/` in its output are stores.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers
 from eyas.capture import keep
 from eyas.capture.contract import FORMAT, Contract
 from eyas.capture.proofs import Proofs, require_share
-from eyas.config import Capture
+from eyas.config import Capture, Store
 from eyas.engines.answers import SPLITS, Targets
 from eyas.engines.inprocess.target import InProcessTarget
 from eyas.errors import UserError
@@ -47,8 +48,14 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
                 f"capture: no {split} sample is left; every answer was empty: are the prompts ones it answers?"
             )
         kept = keep.without(shards[split], {q.key for q in quarantined}, out / f"mended-{split}")
+        dtype = keep.stored(spec.section(Store), kept[0].dtype)
+        if split == "train" and dtype != kept[0].dtype:
+            progress.milestone("coding train samples")
+            kept = keep.recoded(kept, out / "recoded", dtype)
         keep.add_store(result, out / split, contract(targets, split, kept[0]), kept, quarantined)
         keep.add_proofs(result, proofs)
+    for scratch in ("mended-train", "mended-heldout", "recoded"):
+        shutil.rmtree(out / scratch, ignore_errors=True)
     return result
 
 

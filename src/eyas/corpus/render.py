@@ -3,28 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from eyas.corpus.conversation import Rejected
 from eyas.corpus.read import Row
+from eyas.corpus.template import Template
+from eyas.corpus.work import load_tokenizer
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 
-OURS = frozenset(
-    {
-        "conversation",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
-"""Arguments of apply_chat_template that are no variables of a template."""
+
+class Unrenderable(UserError):  # noqa: N818
+    """The chat template refuses a row, for `reason`."""
+
+    def __init__(self, row: Row, rejected: Rejected) -> None:
+        super().__init__(f"{row.source}: the target's chat template refuses this row ({rejected.detail})")
+        self.reason, self.detail = rejected.reason, rejected.detail
 
 
 class Renderer:
@@ -35,29 +27,22 @@ class Renderer:
     """
 
     def __init__(self, info: TargetInfo, kwargs: Mapping[str, Any]) -> None:
-        from transformers import AutoTokenizer
-
-        taken = sorted(OURS & kwargs.keys())
-        if taken:
-            raise UserError(f"target.chat_template_kwargs: {taken[0]} is set by eyas itself; take it out")
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(info.folder, local_files_only=True)
-        except Exception as error:
-            raise UserError(f"{info.folder}: the tokenizer cannot be loaded ({_line(error)})") from error
-        self._info = info
-        self._kwargs = dict(kwargs)
+        self._tokenizer = load_tokenizer(info.folder)
+        self._template = Template(self._tokenizer, kwargs)
+        self._info, self._kwargs = info, dict(kwargs)
 
     def __call__(self, row: Row) -> list[int]:
         """The ids of a conversation up to where the answer begins.
 
-        Raises UserError: the template refuses the row, or an id lies outside the target's vocabulary.
+        Raises Unrenderable: the template refuses the row. UserError: an id lies outside the target's vocabulary.
         """
-        try:
-            ids: Any = self._tokenizer.apply_chat_template(
-                row.messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._kwargs
-            )
-        except Exception as error:
-            raise UserError(f"{row.source}: the target's chat template refuses this row ({_line(error)})") from error
+        ids = row.ids
+        if ids is None:
+            try:
+                text = self._template.prompt(row.messages, row.tools)
+            except Rejected as reason:
+                raise Unrenderable(row, reason) from reason
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
         outside = [token for token in ids if not 0 <= token < self._info.vocab_size]
         if outside:
             raise UserError(
@@ -70,7 +55,7 @@ class Renderer:
         """The ids of a conversation as a client may send it by mistake, by what the mistake is."""
         render, template = self._tokenizer.apply_chat_template, str(self._tokenizer.chat_template)
         asked = {"tokenize": True, "return_dict": False, "add_generation_prompt": True, **self._kwargs}
-        text = "\n".join(message["content"] for message in row.messages)
+        text = "\n".join(str(message.get("content") or "") for message in row.messages)
         found = {
             "the bare text, without the chat template": self._tokenizer(text)["input_ids"],
             "no generation prompt": render(row.messages, **{**asked, "add_generation_prompt": False}),
@@ -83,8 +68,3 @@ class Renderer:
         if begin is not None and own[:1] == [begin]:
             found["the token that begins a text twice"] = [begin, *own]
         return {label: [int(token) for token in ids] for label, ids in found.items() if ids != own and len(ids) > 1}
-
-
-def _line(error: Exception) -> str:
-    """An error's text in one line."""
-    return " ".join(str(error).split()) or type(error).__name__

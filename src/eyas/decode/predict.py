@@ -4,6 +4,7 @@ Answers the prompts with the target in float32, keeping the states that the draf
 on them. On the demo's draft and held-out prompts this gives the replay step's figure again.
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from eyas.capture.contract import Contract
 from eyas.config import Engine
-from eyas.corpus.read import read
+from eyas.corpus.read import counted, read
 from eyas.corpus.render import Renderer
 from eyas.corpus.step import keep
 from eyas.decode.replay import load_draft, pooled, tallies
@@ -58,12 +59,13 @@ def predict(
     if about.get("contract"):
         Contract.from_dict(about["contract"], str(draft)).require_target(info, str(draft))
     layers = layers_of(config, info)
-    rows, rejected = read(prompts, "heldout", limit)
+    rows, refused = read(prompts, "heldout", limit)
     render = Renderer(info, recorded.get("chat_template_kwargs", {}))
     context = info.text_config.get("max_position_embeddings")
-    kept = keep(rows, render, context and context - max_new_tokens, set(), rejected, progress)
+    counts: Counter[str] = Counter()
+    kept = keep(rows, render, context and context - max_new_tokens, set(), counts, progress, refused)
     if not kept:
-        raise UserError(f"{prompts}: no usable prompt ({dict(rejected)})")
+        raise UserError(f"{prompts}: no usable prompt ({dict(counts + counted(refused))})")
     progress.milestone("loading target and draft")
     loaded = InProcessTarget(info, layers, torch.float32, device)
     drafter = load_draft(draft, info, torch.float32, device)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eyas.draft import flash, fused, plain
+from eyas.draft import flash, fused
 from eyas.draft.chains import Chains
 
 
@@ -35,9 +35,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chains: Chains, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         query, key, value, own = query.contiguous(), kv[0], kv[1], kv[2:]
-        kernel = flash if flash.takes(query) else plain
-        out, log_sum, ctx.state = kernel.forward(chains, query, key, value)
-        ctx.way_back = kernel.backward
+        forward, ctx.way_back = flash.pick(chains, query, key)
+        out, log_sum, ctx.state = forward(chains, query, key, value)
         ctx.chains, ctx.scale = chains, query.shape[-1] ** -0.5
         if own:
             stacked = torch.stack(own[::2]), torch.stack(own[1::2])

@@ -22,13 +22,31 @@ from eyas.files import write_atomic, write_json
 WEIGHTS = "model.safetensors"
 
 
+def shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint, and their shapes."""
+    h, inner, query, key = c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads
+    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    vectors = ["norm.weight", *(f"midlayer.{name}.weight" for name in norms)]
+    vectors += [f"fc_norm.{i}.weight" for i in range(3)] if c.fc_norm else []
+    return {
+        "fc.weight": (h, 3 * h),
+        "midlayer.self_attn.q_proj.weight": (query * c.head_dim, 2 * h),
+        "midlayer.self_attn.k_proj.weight": (key * c.head_dim, 2 * h),
+        "midlayer.self_attn.v_proj.weight": (key * c.head_dim, 2 * h),
+        "midlayer.self_attn.o_proj.weight": (h, query * c.head_dim),
+        "midlayer.mlp.gate_proj.weight": (inner, h),
+        "midlayer.mlp.up_proj.weight": (inner, h),
+        "midlayer.mlp.down_proj.weight": (h, inner),
+        "lm_head.weight": (c.draft_vocab_size, h),
+        "d2t": (c.draft_vocab_size,),
+        "t2d": (c.vocab_size,),
+        **dict.fromkeys(vectors, (h,)),
+    }
+
+
 def names(c: DraftConfig) -> set[str]:
     """The tensors of a checkpoint."""
-    attention = {f"midlayer.self_attn.{p}_proj.weight" for p in "qkvo"}
-    mlp = {f"midlayer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
-    norms = {f"midlayer.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    chunks = {f"fc_norm.{i}.weight" for i in range(3)} if c.fc_norm else set()
-    return attention | mlp | norms | chunks | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    return set(shapes(c))
 
 
 def tensors(draft: DraftModel) -> dict[str, torch.Tensor]:

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from eyas import datafiles
 from eyas.capture.contract import Contract
 from eyas.config import Answers, Prompts, Target
 from eyas.digests import digest_file
-from eyas.draft import checkpoint
+from eyas.draft import checkpoint, verify
 from eyas.draft.model import DraftModel
 from eyas.engines import target as targets
 from eyas.engines import weights
+from eyas.engines.sglang.checks import Check
 from eyas.engines.sglang.layers import to_eagle_config
 from eyas.errors import UserError
 from eyas.files import write_atomic
@@ -39,6 +41,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     checkpoint.save(out, trained, dtype, extra)
     again = checkpoint.load(out, embedding, torch.float32)
     check_equal(trained, again, dtype)
+    require(verify.checks(out, info))
     write_atomic(out / "README.md", card(info, again, contract))
     parameters = sum(t.numel() for name, t in checkpoint.tensors(again).items() if name not in ("d2t", "t2d"))
     return {
@@ -49,11 +52,18 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     }
 
 
+def require(checks: list[Check]) -> None:
+    """Raises UserError for the first failed check of what was written, against the target."""
+    for check in checks:
+        if check.passed is False:
+            raise UserError(f"export: {check.name}: {check.detail}: {check.remedy}")
+
+
 def heldout(spec: StepSpec) -> dict[str, Any]:
     """How the held-out answers came about, so that `eyas replay` gives the run's figure again."""
     prompts, answers = spec.section(Prompts), spec.section(Answers)
     return {
-        "prompts": prompts.heldout if prompts.heldout == "builtin" else str(Path(prompts.heldout).resolve()),
+        "prompts": datafiles.absolute(prompts.heldout),
         "limit": prompts.heldout_limit,
         "max_new_tokens": answers.heldout_max_new_tokens or answers.max_new_tokens,
         "chat_template_kwargs": spec.section(Target).chat_template_kwargs,
@@ -118,4 +128,8 @@ Serves contexts up to {c.max_position_embeddings} tokens; it was trained on what
     python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path DRAFT --speculative-num-steps 3 --speculative-eagle-topk 1 \\
         --speculative-num-draft-tokens 4
+
+    vllm serve TARGET --speculative-config '{{"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}}'
+
+`eyas verify DRAFT --target TARGET` checks these files; `eyas diagnose` finds out why a server accepts too little.
 """

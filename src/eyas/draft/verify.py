@@ -16,7 +16,9 @@ from eyas.draft import checkpoint
 from eyas.draft.config import ARCHITECTURE, DraftConfig, read_switches, rope_parameters
 from eyas.draft.files import read_config, read_tensors
 from eyas.engines import target as targets
+from eyas.engines.sglang.checks import Check
 from eyas.engines.sglang.layers import IDS, declared_layers
+from eyas.engines.sglang.loader import Loader
 from eyas.engines.target import TargetInfo
 from eyas.errors import UserError
 from eyas.progress import Progress
@@ -24,16 +26,7 @@ from eyas.progress import Progress
 VLLM = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 """Architectures that vLLM knows and SGLang does not."""
 Said = tuple[bool | None, str, str]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row of the table. `passed` None: cannot be said, or true of one engine only; `remedy` belongs to False."""
-
-    name: str
-    passed: bool | None
-    detail: str
-    remedy: str
+"""Passed, detail and remedy of a check. Passed is None where it cannot be said, or is true of one engine only."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,20 @@ class _Files:
         return found
 
 
-def verify(draft: Path, target: str, progress: Progress) -> dict[str, Any]:
+def verify(draft: Path, target: str, python: str | None, progress: Progress) -> dict[str, Any]:
     """`{"checks": [{name, passed, detail, remedy}], "seconds"}` of a draft folder against a target.
 
-    Raises UserError: the target cannot be looked at.
+    `python`: an interpreter whose SGLang is asked too. Raises UserError: the target cannot be looked at.
     """
     begun = time.monotonic()
     info = targets.inspect(target, progress)
+    loader = Loader(draft, python) if python else None
     progress.milestone(f"reading {draft}")
-    found = [check.__dict__ for check in checks(draft, info)]
-    return {"checks": found, "seconds": time.monotonic() - begun}
+    found = checks(draft, info)
+    if loader:
+        progress.milestone("asking SGLang's own loader")
+        found.append(loader.check())
+    return {"checks": [check.to_json() for check in found], "seconds": time.monotonic() - begun}
 
 
 def checks(folder: Path, info: TargetInfo) -> list[Check]:
@@ -114,10 +111,14 @@ def _target(files: _Files) -> Iterator[Said]:
 def _tensors(files: _Files) -> Iterator[Said]:
     if files.shape is None:
         return
-    wanted = {name: size for name, size in shapes(files.shape).items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    wanted = {
+        name: size
+        for name, size in checkpoint.shapes(files.shape).items()
+        if name not in ("lm_head.weight", "d2t", "t2d")
+    }
     there, remedy = files.tensors, "export the draft again; a name that an engine does not know is skipped in silence"
     missing = sorted(wanted.keys() - there.keys())
-    unknown = sorted(there.keys() - shapes(files.shape).keys() - {"embed_tokens.weight"})
+    unknown = sorted(there.keys() - checkpoint.shapes(files.shape).keys() - {"embed_tokens.weight"})
     wrong = [
         f"{n} {list(there[n].shape)} for {list(s)}" for n, s in wanted.items() if n in there and there[n].shape != s
     ]
@@ -300,22 +301,3 @@ CHECKS: dict[str, Callable[[_Files], Iterator[Said]]] = {
     "numbers": _finite,
     "origin": _origin,
 }
-
-
-def shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint."""
-    h, inner, query, key = c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads
-    known: dict[str, tuple[int, ...]] = {
-        "fc.weight": (h, 3 * h),
-        "lm_head.weight": (c.draft_vocab_size, h),
-        "d2t": (c.draft_vocab_size,),
-        "t2d": (c.vocab_size,),
-        "midlayer.self_attn.q_proj.weight": (query * c.head_dim, 2 * h),
-        "midlayer.self_attn.k_proj.weight": (key * c.head_dim, 2 * h),
-        "midlayer.self_attn.v_proj.weight": (key * c.head_dim, 2 * h),
-        "midlayer.self_attn.o_proj.weight": (h, query * c.head_dim),
-        "midlayer.mlp.gate_proj.weight": (inner, h),
-        "midlayer.mlp.up_proj.weight": (inner, h),
-        "midlayer.mlp.down_proj.weight": (h, inner),
-    }
-    return {name: known.get(name, (h,)) for name in checkpoint.names(c)}

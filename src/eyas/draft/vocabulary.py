@@ -45,9 +45,8 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     counts = torch.zeros(info.vocab_size, dtype=torch.int64)
     progress.total(len(store), "samples")
     for i in range(len(store)):
-        sample = store.sample(i)
-        ids = sample.ids[sample.answer]
-        counts += torch.bincount(ids, minlength=info.vocab_size)
+        ids, answer = store.ids(i)
+        counts += torch.bincount(ids[answer], minlength=info.vocab_size)
         progress.advance(1)
     if existing is not None:
         ids = checkpoint.vocabulary(Path(existing))

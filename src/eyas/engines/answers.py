@@ -25,8 +25,10 @@ from eyas.engines.layers import resolve
 from eyas.errors import UserError
 from eyas.files import read_json, write_json
 from eyas.progress import Progress
+from eyas.room import free, size, token_bytes
 from eyas.spec import StepSpec
-from eyas.store import shard
+from eyas.store.sample import Sample
+from eyas.store.writer import write
 
 SPLITS = ("train", "heldout")
 
@@ -94,6 +96,7 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
     ]
     (out / "batches").mkdir(exist_ok=True)
     finished = [work for work in works if (out / "batches" / f"{work.file}.json").is_file()]
+    progress.milestone(require_room(out, [work for work in works if work not in finished], loaded.info.hidden_size))
     # Answers mostly run into their limit; the total is what they would have if all did.
     progress.total(sum(map(_most, works)), "tokens", sum(map(_most, finished)))
     for work in works:
@@ -112,11 +115,26 @@ def run(spec: StepSpec, out: Path, progress: Progress) -> dict[str, Any]:
         progress.advance(_most(work) - said)
         useful = [a for a in answered if len(a.ids) - a.prompt > 1]
         if useful:
-            shard.write(out / "batches" / work.file, [to_sample(a) for a in useful])
+            write(out / "batches" / work.file, [to_sample(a) for a in useful])
         write_json(out / "batches" / f"{work.file}.json", figures(answered))
     too_long = sum(len(rows[split]) - len(fitting[split]) for split in SPLITS)
     versions = {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
     return totals(out, works) | {"too_long": too_long} | versions
+
+
+def require_room(out: Path, works: Sequence[Work], hidden: int) -> str:
+    """Say what the states will take and what is free, before any is written. How long answers are is not known yet:
+    refused is what cannot fit even with the shortest. Raises UserError."""
+    least = most = 0
+    for work in works:
+        each = token_bytes(hidden, str(work.dtype).removeprefix("torch."))
+        prompts = sum(map(len, work.prompts))
+        least += each * (prompts + 2 * len(work.prompts))
+        most += each * (prompts + work.max_new_tokens * len(work.prompts))
+    told = f"states: at least {size(least)}, at most {size(most)}; {size(free(out))} free in {out}"
+    if least > free(out):
+        raise UserError(f"{told}: free some space, take fewer prompts, or another folder with --runs")
+    return told
 
 
 def read_rows(path: Path) -> list[list[int]]:
@@ -131,14 +149,14 @@ def batches(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
     return [list(ordered[i : i + size]) for i in range(0, len(ordered), size)]
 
 
-def to_sample(answered: Answered) -> shard.Sample:
+def to_sample(answered: Answered) -> Sample:
     """An answered prompt as a sample of the store: the answer is what counts."""
     assert answered.aux is not None
     assert answered.last is not None
     assert answered.argmax is not None
     mask = torch.zeros(len(answered.ids), dtype=torch.bool)
     mask[answered.prompt :] = True
-    return shard.Sample(
+    return Sample(
         key=sample_key(answered.ids, mask.tolist()),
         ids=torch.tensor(answered.ids),
         answer=mask,

@@ -81,7 +81,7 @@ def inspect(model: str, progress: Progress) -> TargetInfo:
     Raises UserError: no such model or folder, half-downloaded or damaged files, no safetensors, no tokenizer, no chat
     template, a config that lacks what a target needs.
     """
-    path = fetch.fetch(model, progress) if model in fetch.MODELS else _folder(model)
+    path = fetch.fetch(model, progress) if model in fetch.MODELS else folder_of(model)
     progress.milestone(f"looking at {path.name}")
     with plain_os_errors(path):
         if not (path / "config.json").exists():
@@ -121,7 +121,8 @@ def require_in_process(info: TargetInfo) -> None:
             )
 
 
-def _folder(model: str) -> Path:
+def folder_of(model: str) -> Path:
+    """The folder that target.model names. Raises UserError: there is none."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from eyas.config import RunConfig
-from eyas.digests import digest_file, digest_sampled
+from eyas import datafiles
+from eyas.config import RunConfig, require_tunable
+from eyas.digests import digest_bytes, digest_file, digest_sampled
 from eyas.errors import UserError
 
 SERVICE = "eyas.engines.sglang.service:"
-INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"})}
+INCIDENTAL = {"server": frozenset({"port", "patience", "concurrency"}), "store": frozenset({"keep"})}
 """Fields that change how a step comes to its output, not the output: editing them runs nothing again."""
 PILOT = "pilot-"
 PILOTED = (
@@ -27,6 +28,11 @@ NO_SWEEP: tuple[tuple[str, str, JsonValue], ...] = (
     ("bench", "sweep", []), ("bench", "max_loads", 0), ("bench", "again", True), ("bench", "break_even", False),
 )  # fmt: skip
 """Of the steps that measure one server: what else is measured does not run them again."""
+ONLY_LOADS: tuple[tuple[str, str, JsonValue], ...] = (
+    ("bench", "sweep", []), ("bench", "again", True), ("bench", "concurrencies", [1]), ("bench", "temperatures", [0.0]),
+    ("bench", "break_even", False),
+)  # fmt: skip
+"""Of the tune step: its goal says what is measured."""
 CONTENT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
@@ -69,7 +75,9 @@ class Step:
 
 
 def build(config: RunConfig) -> tuple[Step, ...]:
-    """The steps of a run file. Raises UserError: a file that it names is missing."""
+    """The steps of a run file. Raises UserError: a file that it names is missing, or there is nothing to tune."""
+    if _tuned(config):
+        require_tunable(config)
     return _served(config) if config.engine.kind == "sglang" else _in_process(config)
 
 
@@ -78,7 +86,7 @@ def build_services(config: RunConfig) -> tuple[Step, ...]:
     if config.engine.kind != "sglang":
         return ()
     sections = ("target", "engine", "server", "capture")
-    before = ("target", *_twin(config))
+    before = ("target", *_twin(config), *_tuned(config))
     # Needs the twin, so that a large target is loaded only once a tiny one has passed.
     cpu = ("cpu",)
     server = Step("server", SERVICE + "serve", needs=before, sections=sections, resources=cpu)
@@ -105,6 +113,11 @@ def _twin(config: RunConfig) -> tuple[str, ...]:
     return ("twin",) if config.server.twin and config.server.url is None else ()
 
 
+def _tuned(config: RunConfig) -> tuple[str, ...]:
+    """The tune step, where the run file states a goal."""
+    return ("tune",) if config.tune.goal is not None else ()
+
+
 def _pilot(config: RunConfig) -> bool:
     """Whether a small run comes first: it has to be small beside the full one, and the server ours."""
     small = 0 < PILOT_SHARE * config.pilot.samples <= _count(config, "train")
@@ -117,7 +130,7 @@ def _count(config: RunConfig, split: str) -> int:
     count: int = limit or UNKNOWN_COUNT
     if source == "builtin":
         count = min(count, BUILTIN_PROMPTS if split == "train" else BUILTIN_HELDOUT)
-    elif Path(source).is_file():
+    elif Path(source).suffix in (".txt", ".jsonl") and Path(source).is_file():
         with Path(source).open("rb") as file:
             count = min(count, sum(1 for _ in file))
     return count
@@ -166,6 +179,17 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
     steps["twin"] = Step(
         "twin", "eyas.engines.sglang.twin:run", needs=("target",), sections=server_sections, resources=cpu
     )
+    tune = _tuned(config)
+    steps["tune"] = Step(
+        "tune",
+        "eyas.bench.tune.tune:step",
+        needs=("target", *twin),
+        sections=("target", "engine", "server", "prompts", "bench", "tune"),
+        resources=cpu,
+        outside=_prompt_files(config),
+        alone=True,
+        fixed=ONLY_LOADS,
+    )
     steps["doctor"] = Step(
         "doctor",
         "eyas.engines.sglang.doctor:run",
@@ -182,7 +206,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
         leases=lease,
     )
     steps["capture"] = replace(
-        steps["capture"], entry="eyas.capture.served:run", sections=server_sections, leases=lease
+        steps["capture"], entry="eyas.capture.served:run", sections=(*server_sections, "store"), leases=lease
     )
     # An existing server is not ours to start with a draft: then nothing is served, and the verdict says so.
     if measured := config.server.url is None:
@@ -236,6 +260,9 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             resources=cpu,
             alone=True,
         )
+    for name in ("decode", "sweep"):
+        if name in steps:
+            steps[name] = replace(steps[name], needs=(*steps[name].needs, *tune))
     again = ("again",) if measured and config.bench.again else ()
     priced = ("break-even",) if measured and config.bench.break_even else ()
     steps["train"] = replace(steps["train"], needs=(*steps["train"].needs, *priced))
@@ -255,7 +282,7 @@ def _served(config: RunConfig) -> tuple[Step, ...]:
             *pilot,
         ),
     )
-    first = ("target", *twin, "prompts", *(("random-draft",) if priced else ()), "doctor")
+    first = ("target", *twin, *tune, "prompts", *(("random-draft",) if priced else ()), "doctor")
     last = (
         "answers", "capture", *(("baseline",) * measured), *priced, *drafts, "vocabulary", "train", "export", "replay",
         *(("decode",) * measured), *again, *sweep, "verdict",
@@ -291,7 +318,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "prompts",
             "eyas.corpus.step:run",
             needs=("target",),
-            sections=("target", "prompts"),
+            sections=("target", "prompts", "data"),
             outside=_prompt_files(config),
         ),
         Step(
@@ -306,7 +333,7 @@ def _in_process(config: RunConfig) -> tuple[Step, ...]:
             "capture",
             "eyas.capture.step:run",
             needs=("target", "answers"),
-            sections=("target", "engine", "answers", "capture"),
+            sections=("target", "engine", "answers", "capture", "store"),
             resources=cpu,
             work=rows,
         ),
@@ -390,11 +417,17 @@ def _prompt_files(config: RunConfig) -> tuple[tuple[str, str], ...]:
     files = {}
     for field in ("train", "heldout"):
         name = getattr(config.prompts, field)
-        if name != "builtin":
-            try:
-                files[name] = digest_file(Path(name))
-            except OSError as error:
-                raise UserError(f"prompts.{field}: cannot read {name} ({error.strerror})") from error
+        if name == datafiles.BUILTIN:
+            continue
+        try:
+            for path in datafiles.expand(name):
+                # Of a data set only the name is known here.
+                hub = path.startswith(datafiles.HUB)
+                files[path] = digest_bytes(path.encode()) if hub else digest_file(Path(path))
+        except OSError as error:
+            raise UserError(f"prompts.{field}: cannot read {error.filename or name} ({error.strerror})") from error
+        except UserError as error:
+            raise UserError(f"prompts.{field}: {error}") from error
     return tuple(files.items())
 
 

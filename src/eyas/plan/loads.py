@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from eyas.plan.digests import Plan
 from eyas.plan.forecast import problem
 
-STARTS_SERVERS = {"sweep": "bench"}
-"""Steps that start servers themselves, and the section that says how many at most (`max_loads`)."""
+STARTS_SERVERS = ("tune", "sweep")
+"""Steps that start servers themselves; bench.max_loads says how many together."""
 
 
 @dataclass
@@ -39,10 +39,8 @@ def loads(plan: Plan, needed: set[str]) -> list[Load]:
     return found
 
 
-def of_their_own(plan: Plan, needed: set[str]) -> dict[str, int]:
-    """How many servers the steps that start them by themselves may load at most."""
-    return {
-        planned.name: int(planned.config[STARTS_SERVERS[planned.name]]["max_loads"])
-        for planned in plan.steps
-        if planned.name in STARTS_SERVERS and planned.name in needed
-    }
+def of_their_own(plan: Plan, needed: set[str]) -> tuple[list[str], int]:
+    """The steps that start servers by themselves, and how many they may load at most, all together."""
+    found = [planned for planned in plan.steps if planned.name in STARTS_SERVERS and planned.name in needed]
+    most = max((int(planned.config["bench"]["max_loads"]) for planned in found), default=0)
+    return [planned.name for planned in found], most

@@ -6,7 +6,7 @@ loaded ahead of the step that will lease it, while what that step needs is still
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 EPSILON = 1e-9
@@ -40,8 +40,14 @@ class Problem:
 
     def needs(self, step: str) -> frozenset[str]:
         """Steps that must be finished before this one can start: its own needs and those of its services."""
-        task = self.steps[step]
-        return task.needs.union(*(self.services[name].needs for name in task.leases))
+        return self._needs[step]
+
+    @cached_property
+    def _needs(self) -> dict[str, frozenset[str]]:
+        return {
+            name: task.needs.union(*(self.services[lease].needs for lease in task.leases))
+            for name, task in self.steps.items()
+        }
 
     @cached_property
     def before(self) -> dict[str, frozenset[str]]:
@@ -95,7 +101,16 @@ class Problem:
     def comes_next(self, step: str, service: str, unfinished: Iterable[str]) -> bool:
         """Whether a service may be up for a step that still waits: nothing that is to run before the step leases
         another one, takes what the service takes, or measures alone without it."""
-        return not any(self.excludes(self.steps[name], service) for name in self.before[step].intersection(unfinished))
+        return self._between[step, service].isdisjoint(unfinished)
+
+    @cached_property
+    def _between(self) -> dict[tuple[str, str], frozenset[str]]:
+        """For each step and service that it leases: the steps before it during which the service cannot be up."""
+        return {
+            (step, service): frozenset(name for name in self.before[step] if self.excludes(self.steps[name], service))
+            for service, leasing in self.leasing.items()
+            for step in leasing
+        }
 
     def excludes(self, task: Task, service: str) -> bool:
         """Whether a step cannot run while a service is up."""
@@ -115,6 +130,12 @@ class Order:
     services: Mapping[str, float]
     patient: bool = False
     """Load ahead of a step only what nobody else waits for."""
+    after: frozenset[tuple[str, str]] = frozenset()
+    """Steps, and loads (`load SERVICE`), that are held back until a step has finished whose way they would be in."""
+
+    def holds_back(self, name: str, state: "State") -> bool:
+        """Whether a step or load is to wait, though it could start."""
+        return any(first == name and other not in state.finished | state.lost for first, other in self.after)
 
 
 @dataclass
@@ -153,14 +174,26 @@ def idle(problem: Problem, state: State) -> list[str]:
 
 
 def startable(problem: Problem, state: State, order: Order) -> tuple[list[str], list[str]]:
-    """The steps to start now, and the services to load, in the order given; `state` is not changed."""
+    """The steps to start now, and the services to load, in the order given; `state` is not changed.
+
+    Where holding something back would leave everything waiting for good, nothing is held back.
+    """
+    found = _startable(problem, state, order)
+    if order.after and not any(found) and not state.running and all(state.up.values()):
+        return _startable(problem, state, replace(order, after=frozenset()))
+    return found
+
+
+def _startable(problem: Problem, state: State, order: Order) -> tuple[list[str], list[str]]:
     state = state.copy()
     steps: list[str] = []
     services: list[str] = []
     may_run = [name for name in state.waiting(problem) if problem.needs(name) <= state.finished]
-    may_load = {name: _wanted(problem, state, name) for name in problem.services if name not in state.up}
-    ranked = [(order.steps[name], name, "") for name in may_run]
-    ranked += [(order.services.get(name, 0.0), "", name) for name, wanted in may_load.items() if wanted]
+    may_load = [name for name in problem.services if name not in state.up and _wanted(problem, state, name)]
+    ranked = [(order.steps[name], name, "") for name in may_run if not order.holds_back(name, state)]
+    ranked += [
+        (order.services.get(name, 0.0), "", name) for name in may_load if not order.holds_back(f"load {name}", state)
+    ]
     for _, step, service in sorted(ranked, key=lambda item: -item[0]):
         if step and fits(problem, state, step):
             state.running.add(step)
@@ -175,10 +208,12 @@ def startable(problem: Problem, state: State, order: Order) -> tuple[list[str], 
 
 
 def _wanted(problem: Problem, state: State, service: str) -> bool:
-    """Whether some step that is to come leases the service next."""
+    """Whether a service can load, and some step that is to come leases it next."""
+    if not problem.services[service].needs <= state.finished:
+        return False
     unfinished = problem.steps.keys() - state.finished
-    waiting = set(state.waiting(problem)).intersection(problem.leasing[service])
-    return any(problem.comes_next(step, service, unfinished) for step in waiting)
+    gone = state.finished | state.running | state.lost
+    return any(step not in gone and problem.comes_next(step, service, unfinished) for step in problem.leasing[service])
 
 
 def _others_wait(problem: Problem, state: State, may_run: list[str], service: str) -> bool:

@@ -108,22 +108,42 @@ def simulate(
 
 
 def best_order(problem: Problem, begun: Begun | None = None, tries: int = TRIES) -> Order:
-    """The order to go by: the longest remaining path first, unless one of some others is faster on the virtual clock.
+    """The order to go by: the longest remaining path first, unless another one is faster on the virtual clock.
 
-    A list that is always worked off greedily has its bad cases; a few deterministic variations of it catch most.
+    A list that is always worked off greedily has its bad cases. Tried are a few variations of it, and then, one by one,
+    what may be held back because something more urgent waits for what it takes.
     """
     plain = problem.remaining
     dice = random.Random(0)
-    best, seconds = plain, simulate(problem, plain, begun).seconds
-    bound = _bound(problem, begun or Begun())
-    for number in range(-1, tries):
-        if seconds <= bound * (1 + 1e-6):
+    best, run = plain, simulate(problem, plain, begun)
+    bound = _bound(problem, begun or Begun()) * (1 + 1e-6)
+    others = varied = [replace(plain, patient=True), *(_varied(plain, dice, n % 2 == 1) for n in range(tries))]
+    while run.seconds > bound and others:
+        before = run.seconds
+        for other in others:
+            found = simulate(problem, other, begun, limit=run.seconds)
+            if found.seconds < run.seconds - schedule.EPSILON:
+                best, run = other, found
+        if others is not varied and run.seconds == before:
             break
-        patient = number % 2 == 1
-        other = replace(plain, patient=True) if number < 0 else _varied(plain, dice, patient)
-        if (found := simulate(problem, other, begun, limit=seconds).seconds) < seconds - schedule.EPSILON:
-            best, seconds = other, found
+        others = [replace(best, after=best.after | {pair}) for pair in _in_the_way(problem, run) - best.after]
     return best
+
+
+def _in_the_way(problem: Problem, run: Simulated) -> frozenset[tuple[str, str]]:
+    """Pairs of a step or load, and a step that waited for nothing but room while it ran."""
+    everything = [*run.steps.items(), *((f"load {name}", span) for name, span in run.loads)]
+    pairs = set()
+    for name, own in run.steps.items():
+        task = problem.steps[name]
+        ready = max((run.steps[need].end for need in task.needs if need in run.steps), default=0.0)
+        theirs = problem.before[name] | {name, *(f"load {lease}" for lease in task.leases)}
+        pairs |= {
+            (other, name)
+            for other, span in everything
+            if span.start < own.start and span.end > ready + schedule.EPSILON and other not in theirs
+        }
+    return frozenset(pair for pair in pairs if pair[1] not in problem.before.get(pair[0], ()))
 
 
 def _varied(order: Order, dice: random.Random, patient: bool) -> Order:

@@ -61,6 +61,8 @@ class Run:
     """Empty while there is none."""
     config: str | None
     versions: dict[str, str]
+    overlap: dict[str, Any]
+    """What the run took, was expected to take, and would have taken one after another; empty if it did nothing."""
 
     def step(self, name: str) -> Step | None:
         """The step of this name, if the run has one."""
@@ -84,6 +86,7 @@ def read(folder: Path) -> Run:
         verdict=_verdict(folder, steps),
         config=_text(folder / "run.yaml"),
         versions=flatten(mapping(_json(folder / "versions.json"))),
+        overlap=mapping(other.get("overlap")),
     )
 
 

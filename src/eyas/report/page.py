@@ -14,6 +14,8 @@ from eyas.report import pieces, served
 from eyas.report.data import Run, Step, curve, mapping, number, read, rows
 from eyas.ui.text import duration
 
+OVERLAP = ("took", "one_after_another", "end", "low", "high")
+
 
 def build(run_folder: Path) -> Path:
     """Write `report.html` into the run folder, whatever state the run is in; return its path."""
@@ -221,7 +223,18 @@ def _timeline(run: Run) -> str:
     ]
     if not bars:
         return pieces.section("Timeline", pieces.grey("There is no timeline here."))
-    return pieces.section("Timeline", pieces.plot(lambda plots: plots.timeline(bars)))
+    return pieces.section("Timeline", pieces.plot(lambda plots: plots.timeline(bars)) + _overlap(run))
+
+
+def _overlap(run: Run) -> str:
+    """What the run took, against what was expected and against one after another."""
+    took, whole, end, low, high = (number(run.overlap.get(key)) for key in OVERLAP)
+    if took is None or whole is None:
+        return ""
+    text = f"It took {duration(took)}; one after another, the same would have taken {duration(whole)}."
+    if end is not None and low is not None and high is not None:
+        text += f" Expected were {duration(end)} ({duration(low)} to {duration(high)})."
+    return pieces.grey(text)
 
 
 def _proofs(run: Run) -> str:

@@ -9,6 +9,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import resources
 from typing import Any
 
 import matplotlib
@@ -46,6 +47,8 @@ STYLE: dict[str, Any] = {
     "lines.markersize": 4.5,
 }
 WIDTH, HEIGHT = 4.9, 3.0
+PAGE = "svg { font-family: system-ui, sans-serif; background: var(--back); }"
+"""Style of a plot that stands in no page."""
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell users about its font cache
 
@@ -139,6 +142,26 @@ def speedups(series: dict[str, Sequence[tuple[float, float, float | None, float 
     return _svg("speedups " + " ".join(series), draw, HEIGHT + 0.2 * (len(series) // 2))
 
 
+def trials(rows: Sequence[tuple[str, float, float | None, float | None, bool]]) -> str:
+    """Settings against the default, the first on top: (name, ratio, low, high, chosen)."""
+
+    def draw(axes: Axes) -> None:
+        axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
+        for row, (_, ratio, low, high, chosen) in enumerate(rows):
+            spread = [[max(0.0, ratio - (low or ratio))], [max(0.0, (high or ratio) - ratio)]]
+            colour, marker = (DECODED, "s") if chosen else (PREDICTED, "o")
+            axes.errorbar([ratio], [row], xerr=spread, color=colour, marker=marker, linestyle="none", capsize=3)
+        # Where names are long, their ends differ.
+        axes.set_yticks(range(len(rows)), [name if len(name) < 34 else "…" + name[-32:] for name, *_ in rows])
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.set_xlabel("times as fast as the default")
+
+    return _svg("trials", draw, 0.8 + 0.3 * len(rows))
+
+
 def timeline(bars: Sequence[tuple[str, float, float, bool, bool]]) -> str:
     """Steps as bars (name, start, end, reused, failed) in seconds since the run started."""
     last = max(end for _, _, end, _, _ in bars)
@@ -162,6 +185,14 @@ def timeline(bars: Sequence[tuple[str, float, float, bool, bool]]) -> str:
         axes.set_xlabel(f"{unit} since the start")
 
     return _svg("timeline", draw, 0.8 + 0.24 * len(bars))
+
+
+def standalone(svg: str) -> str:
+    """A plot as a file of its own, which follows the reader's light or dark scheme too."""
+    style = resources.files("eyas.report").joinpath("style.css").read_text(encoding="utf-8")
+    variables = style[: style.index("* {")]
+    head, _, body = svg.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">\n<style>{variables}{PAGE}</style>{body}\n'
 
 
 def _step_axis(axes: Axes) -> None:

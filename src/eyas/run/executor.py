@@ -43,12 +43,16 @@ class Executor:
         self.views = {planned.name: View(planned.name, run.step(planned)) for planned in plan.steps}
         self.services = {planned.name: Service(run, plan, planned) for planned in plan.services}
         self.running: dict[str, tuple[process.Child, Follower]] = {}
+        self.loads: list[tuple[str, float, float]] = []
+        """Each load of a service that this runner began: from when to when, in unix time."""
         self.problem = problem(plan, {}, {})
         self.outlook = Outlook(self.views, {name: service.view for name, service in self.services.items()}, expected)
         self.code = FINISHED
         self.handed_over = False
         """Whether the next runner has taken the services that were held."""
         self._stop, self._drain, self._said = 0, False, False
+        self._seen: tuple[State, Order] | None = None
+        self._may_start: tuple[list[str], list[str]] = ([], [])
 
     def run(self, holding: Callable[[bool], None] = lambda now: None) -> int:
         """Run everything; returns the exit code: 0, 1 a fault, 2 a UserError, 130 stopped by a signal.
@@ -134,7 +138,7 @@ class Executor:
             if not self._is_held(name, state):
                 self.services[name].end()
                 del state.up[name]
-        steps, loads = schedule.startable(self.problem, state, self._order())
+        steps, loads = self._startable(state)
         for name in loads:
             self.journal.event(name, self.services[name].planned.digest, "loading")
             self.watcher.note(f"{name} is started")
@@ -142,7 +146,14 @@ class Executor:
         for name in steps:
             leases = self.planned[name].step.leases
             self._start(name, {self.planned[name].step.role(lease): self.services[lease].told for lease in leases})
-        return bool(self._state().waiting(self.problem))
+        return bool(state.waiting(self.problem))
+
+    def _startable(self, state: State) -> tuple[list[str], list[str]]:
+        """What may start now; the same as a tenth of a second ago, unless something has changed."""
+        order = self._order()
+        if (state, order) != self._seen:
+            self._seen, self._may_start = (state.copy(), order), schedule.startable(self.problem, state, order)
+        return self._may_start
 
     def _say_that_it_drains(self) -> None:
         if self.running and not self._said:
@@ -184,6 +195,7 @@ class Executor:
         if loading and service.told and service.seconds:
             self.journal.event(name, service.planned.digest, "ready")
             self.watcher.note(f"{name} is ready after {service.seconds:.1f} s")
+            self.loads.append((name, time.time() - service.seconds, time.time()))
             self._note(self.expected.record(service.planned, service.seconds, True))
             self.outlook.stale()
 
@@ -238,7 +250,7 @@ class Executor:
                 self._fail(name, USER_ERROR, str(gone))
         elif code == 0:
             view.ended, view.seconds = time.time(), view.folder.seconds()
-            self._note(self.expected.record(self.planned[name], view.seconds or 0.0, True, size(view.folder)))
+            self._note(self.expected.record(self.planned[name], _whole(view), True, size(view.folder)))
             self._become(name, "finished")
         elif code in (USER_ERROR, process.KILLED):
             self._fail(name, USER_ERROR, str(error))
@@ -255,7 +267,7 @@ class Executor:
         view.ended, view.seconds, view.error = time.time(), view.folder.seconds(), error
         self.code = FAULT if FAULT in (code, self.code) else USER_ERROR
         if view.seconds:
-            self._note(self.expected.record(self.planned[name], view.seconds, False))
+            self._note(self.expected.record(self.planned[name], _whole(view), False))
         self._become(name, "failed", error)
 
     def _become(self, name: str, state: Any, detail: str = "") -> None:
@@ -269,8 +281,8 @@ class Executor:
         if self.outlook.due():
             self.outlook.look(self._state())
             self.outlook.write(self.run_folder)
-            if self.outlook.forecast:
-                self.watcher.outlook(self.outlook.forecast)
+            if ahead := self.outlook.ahead():
+                self.watcher.outlook(ahead)
 
     def _is_held(self, service: str, state: State) -> bool:
         """Whether a service that no step will lease stays up for a mended one, nothing to come being in its way."""
@@ -316,3 +328,11 @@ class Executor:
             view.state = "stopped" if not view.folder.finished else "finished"
             self.watcher.changed(view)
         self.running.clear()
+
+
+def _whole(view: View) -> float:
+    """Seconds that a step took as its runner sees it: what it worked, and the start and end of its process."""
+    attempt = number(view.folder.exit().get("seconds"))
+    if attempt is None or view.began is None or view.ended is None:
+        return view.seconds or 0.0
+    return (view.seconds or 0.0) + max(0.0, view.ended - view.began - attempt)

@@ -63,7 +63,8 @@ class RunFolder:
         steps = [
             {"name": p.name, "digest": p.digest, "entry": p.step.entry, "needs": list(p.step.needs)} for p in plan.steps
         ]
-        write_json(self.path / "plan.json", {"seed": plan.seed, "steps": steps})
+        services = [{"name": p.name, "digest": p.digest} for p in plan.services]
+        write_json(self.path / "plan.json", {"seed": plan.seed, "steps": steps, "services": services})
         write_json(self.path / "versions.json", self.versions({}))
         for name in ("verdict.json", "report.html", "timeline.json", "forecast.json"):
             (self.path / name).unlink(missing_ok=True)

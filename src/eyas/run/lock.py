@@ -29,7 +29,7 @@ def hold(folder: Path) -> Iterator[Callable[[bool], None]]:
         other = owner(folder)
         pid, host = other.get("pid", "?"), other.get("host", "?")
         raise UserError(
-            f"{folder} is being run by process {pid} on {host}: watch it with `eyas status {folder}`, "
+            f"{folder} is being run by process {pid} on {host}: watch it with `eyas watch {folder}`, "
             f"or end it there (kill {pid}) and run the same command again"
         )
 
@@ -42,6 +42,7 @@ def hold(folder: Path) -> Iterator[Callable[[bool], None]]:
         say(False)
         yield say
     finally:
+        os.ftruncate(handle, 0)
         os.close(handle)
 
 
@@ -58,5 +59,5 @@ def _handed_over(folder: Path) -> int | None:
 
 
 def owner(folder: Path) -> dict[str, Any]:
-    """Who owns the folder, or did last; empty when unknown."""
+    """Who owns the folder, or did when it was killed; empty when nobody does."""
     return process.read_identity(folder / "lock")

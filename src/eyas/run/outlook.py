@@ -15,9 +15,11 @@ from eyas.plan.forecast import Forecast, Running
 from eyas.plan.schedule import State
 from eyas.run.expected import Expected
 from eyas.run.folder import RunFolder
-from eyas.run.view import View
+from eyas.run.view import Ahead, View
 
-EVERY_SECONDS, SOON_SECONDS, DRAWS = 30.0, 2.0, 50
+EVERY_SECONDS, SOON_SECONDS, DRAWS = 30.0, 2.0, 25
+COST_SHARE = 0.0025
+"""Forecasts take at most this share of the time that goes by, however large the graph is."""
 LEAST_LEFT = 0.05
 """Of a step that goes on where it stopped, at least this share is expected to be left."""
 
@@ -36,6 +38,8 @@ class Outlook:
     first: dict[str, Any] | None = None
     """What was written the first time, for comparison with what came."""
     _stale: bool = True
+    _cost: float = 0.0
+    """Processor seconds that the last one took."""
 
     def stale(self) -> None:
         """Something happened that a forecast depends on."""
@@ -43,11 +47,12 @@ class Outlook:
 
     def due(self) -> bool:
         """Whether it is time for another forecast."""
-        return time.time() - self.at >= (SOON_SECONDS if self._stale else EVERY_SECONDS)
+        wait = max(SOON_SECONDS if self._stale else EVERY_SECONDS, self._cost / COST_SHARE)
+        return time.time() - self.at >= wait
 
     def look(self, state: State) -> None:
         """Make a forecast and note in the views what it says of them."""
-        now = time.time()
+        now, used = time.time(), time.process_time()
         steps, services = self.expected.steps(), self.expected.services()
         for name in state.running | (steps.keys() - state.finished - state.lost):
             self.views[name].expected = steps[name].seconds
@@ -70,6 +75,14 @@ class Outlook:
             view.planned = view.planned or view.coming
             view.critical = f"load {name}" in self.forecast.chain
             view.expected = services[name].seconds
+        self._cost = time.process_time() - used
+
+    def ahead(self) -> Ahead | None:
+        """When the run will be done; None when nothing is left."""
+        if self.forecast is None or not self.forecast.run.steps:
+            return None
+        low, high = self.at + self.forecast.low, self.at + self.forecast.high
+        return Ahead(self.at + self.forecast.seconds, low, high, self.forecast.guess, self.forecast.chain)
 
     def as_json(self) -> dict[str, Any]:
         """What forecast.json holds; times in unix seconds."""

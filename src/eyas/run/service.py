@@ -42,6 +42,7 @@ class Service:
         self.child = process.attach(self.folder.path)
         if self.child:
             self._show("running")
+            self._take_in()
 
     def look_after(self) -> None:
         """Start it, start it again if it died, and take in whether it answers.
@@ -53,14 +54,17 @@ class Service:
         elif not self.child.running():
             self.count_restart(f"{self._ended(self.child)}; log: {self.folder.path / 'log.txt'}")
             self._start()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """What it says, and whether it answers."""
         self._follower.read()
         self.view.progress = self._follower.state
         if self.told is None and (said := read_or_empty(self.folder.path / "ready.json")):
             self.told = said
             if self.child is not None and self.child.popen is not None and self.view.began is not None:
                 self.seconds = max(0.0, (self.folder.path / "ready.json").stat().st_mtime - self.view.began)
-            self.view.ended = time.time()
-            self.view.state = "finished"
+            self.view.ended, self.view.state = time.time(), "finished"
 
     def lost(self, step: str) -> str:
         """End it, since a step lost it, and allow one more start; its name and what it says of its end.

@@ -10,7 +10,7 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.files import write_json
 from eyas.plan.digests import Plan
-from eyas.run import expected, lock
+from eyas.run import expected, lock, retention
 from eyas.run.executor import FINISHED, STOPPED, Executor
 from eyas.run.faults import IN_A_RUN, plain_errors
 from eyas.run.folder import RunFolder
@@ -55,26 +55,32 @@ def run(folder: Path, plan: Plan, resolved: dict[str, Any], watcher: Watcher, ho
                 outcome = OUTCOMES.get(code, "failed")
                 views = list(executor.views.values())
                 # The next runner waits for the folder, and writes all that is written at the end.
-                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, started)
+                trace = timeline(folder.name, plan, views, started, executor.loads, executor.outlook.first or {})
+                notes = [] if executor.handed_over else _conclude(run_folder, plan, views, trace, resolved)
             finally:
                 journal.end(outcome)
-    return Outcome(code, time.time() - started, views, notes)
+    return Outcome(code, time.time() - started, views, [*notes, *retention.expire(folder.parent)])
 
 
-def _conclude(run: RunFolder, plan: Plan, views: list[View], started: float) -> list[str]:
+def _conclude(
+    run: RunFolder, plan: Plan, views: list[View], trace: dict[str, Any], resolved: dict[str, Any]
+) -> list[str]:
     results = {view.name: view.folder.result() for view in views if view.state == "finished"}
     versions = run.versions(results)
     write_json(run.path / "versions.json", versions)
     seconds = {view.name: round(view.seconds, 3) for view in views if view.seconds is not None}
     verdict = results.get("verdict") or {"reasons": [f"{v.name} failed: {v.error}" for v in views if v.error]}
     write_json(run.path / "verdict.json", {**verdict, "seconds": seconds, "versions": versions, "seed": plan.seed})
-    write_json(run.path / "timeline.json", timeline(run.path.name, plan, views, started))
+    write_json(run.path / "timeline.json", trace)
     if all(view.state == "finished" for view in views):
         for view, planned in zip(views, plan.steps, strict=True):
             if planned.step.product:
                 run.link_draft(view.folder.out)
         run.prune(plan)
-    return report(run.path, strict=False)
+    notes = report(run.path, strict=False)
+    if all(view.state == "finished" for view in views) and (done := retention.after_success(run, resolved)):
+        notes.append(done)
+    return notes
 
 
 def report(folder: Path, strict: bool = True) -> list[str]:

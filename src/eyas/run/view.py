@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from eyas.plan.forecast import Forecast
 from eyas.run.folder import StepFolder
 from eyas.run.protocol import ProgressState
 
@@ -35,6 +34,20 @@ class View:
     """Whether the end of the run waits for it."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """When a run will be done, in unix time."""
+
+    end: float
+    low: float
+    high: float
+    """Nine of ten runs end between `low` and `high`."""
+    guess: bool
+    """Too little is known to rely on that."""
+    chain: list[str]
+    """The critical path: steps, and loads as `load SERVICE`."""
+
+
 class Watcher(Protocol):
     """Somebody who shows a run: the live table, plain lines, a test."""
 
@@ -50,7 +63,7 @@ class Watcher(Protocol):
     def note(self, text: str) -> None:
         """The runner has something to say that concerns no single step's state."""
 
-    def outlook(self, found: Forecast) -> None:
+    def outlook(self, ahead: Ahead) -> None:
         """The runner has looked ahead."""
 
     def waits(self, text: str) -> None:

@@ -23,6 +23,7 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
+from eyas.train.data import Steps, share, to_batch
 from eyas.train.loader import Loader
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
 from eyas.train.packing import Batch, group, pack, plan
@@ -88,10 +89,11 @@ def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[s
     progress.milestone("training")
 
     def load(batch: list[int]) -> tuple[list[Batch], str]:
-        mine = [batch[i] for i in world.share([lengths[i] for i in batch])]
-        samples = [store.sample(i) for i in mine]
-        parts = group([len(sample.ids) for sample in samples], config.micro_tokens)
-        return [pack([samples[i] for i in part], config.ttt_steps, device, dtype) for part in parts], _names(samples)
+        mine = share(batch, lengths, world.rank, world.size) if world.size > 1 else batch
+        parts = [[mine[i] for i in part] for part in group([lengths[i] for i in mine], config.micro_tokens)]
+        rows = list(Steps(store, parts, pin=device.type == "cuda"))
+        names = _names([key for part in rows for key in part.keys])
+        return [to_batch(part, config.ttt_steps, device, dtype) for part in rows], names
 
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
     loader = Loader(load, batches[trainer.number :], device)
@@ -192,5 +194,5 @@ def _evaluate(trainer: Trainer, heldout: FeatureStore, progress: Progress, curve
     write_json(curve, [*before, {"tokens": tokens, "accept_length": figures["accept_length"]}])
 
 
-def _names(samples: list[Any]) -> str:
-    return ", ".join(sample.key[:12] for sample in samples[:5]) + (" …" if len(samples) > 5 else "")
+def _names(keys: list[str]) -> str:
+    return ", ".join(key[:12] for key in keys[:5]) + (" …" if len(keys) > 5 else "")

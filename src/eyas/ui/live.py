@@ -7,9 +7,8 @@ from rich.live import Live as RichLive
 from rich.table import Table
 from rich.text import Text
 
-from eyas.plan.forecast import Forecast
 from eyas.run.protocol import printable
-from eyas.run.view import View
+from eyas.run.view import Ahead, View
 from eyas.ui import bars
 from eyas.ui.text import counted, duration, outlook, rate
 
@@ -27,7 +26,8 @@ class Live:
         self.console = console or Console()
         self._views: list[View] = []
         self._services: list[View] = []
-        self._outlook = self._waits = ""
+        self._ahead: Ahead | None = None
+        self._waits = ""
         self._live = RichLive(console=self.console, auto_refresh=False, vertical_overflow="visible")
         self._next = 0.0
 
@@ -50,9 +50,9 @@ class Live:
         """Print a line above the table."""
         self._live.console.print(Text(printable(text, 2000)))
 
-    def outlook(self, found: Forecast) -> None:
+    def outlook(self, ahead: Ahead) -> None:
         """Show it below the table."""
-        self._outlook = outlook(found)
+        self._ahead = ahead
 
     def waits(self, text: str) -> None:
         """Show it below the table."""
@@ -65,13 +65,14 @@ class Live:
 
     def end(self) -> None:
         """Leave the last state of the table on the screen."""
-        self._outlook = self._waits = ""
+        self._ahead, self._waits = None, ""
         self._refresh()
         self._live.stop()
 
     def _refresh(self) -> None:
         self._next = time.monotonic() + REFRESH_SECONDS
-        below = [Text(printable(text, 1000), "dim") for text in (self._outlook, self._waits) if text]
+        ahead = outlook(self._ahead, time.time()) if self._ahead else ""
+        below = [Text(printable(text, 1000), "dim") for text in (ahead, self._waits) if text]
         self._live.update(Group(self.table(), *below), refresh=True)
 
     def table(self) -> Table:

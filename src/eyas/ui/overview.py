@@ -1,6 +1,9 @@
 """`eyas plan` and `eyas status`: a run before and while it goes on."""
 
+import contextlib
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,15 @@ from eyas.plan.digests import Plan
 from eyas.plan.durations import Estimate
 from eyas.plan.forecast import Forecast
 from eyas.plan.schedule import State
-from eyas.run import lock, outputs, process
+from eyas.room import size
+from eyas.run import lock, outputs, process, retention
 from eyas.run.expected import here
-from eyas.run.folder import RunFolder, StepFolder
+from eyas.run.folder import RunFolder, StepFolder, read_or_empty
 from eyas.run.machine import machine
 from eyas.run.protocol import printable
-from eyas.ui.text import amount, duration
+from eyas.run.view import Ahead
+from eyas.ui.text import amount, duration, outlook
+from eyas.ui.watch import read_ahead, step_state
 
 
 def planned(folder: Path, plan: Plan, resolved: dict[str, Any] | None = None) -> str:
@@ -83,12 +89,12 @@ def _ahead(found: Forecast) -> list[str]:
 
 def _loads(plan: Plan, needed: set[str]) -> list[str]:
     """The server loads with their reasons; nothing where no server is needed."""
-    found, own = loads.loads(plan, needed), loads.of_their_own(plan, needed)
+    found, (own, most) = loads.loads(plan, needed), loads.of_their_own(plan, needed)
     if not found and not own:
         return []
-    lines = [f"Server loads: {len(found)}" + (f", and up to {sum(own.values())} more" if own else "")]
+    lines = [f"Server loads: {len(found)}" + (f", and up to {most} more" if own else "")]
     lines += [f"  {load.service:14}  for {', '.join(load.steps)}" for load in found]
-    lines += [f"  up to {most:<8}  of {name}, its own" for name, most in own.items()]
+    lines += [f"  up to {most:<8}  that {' and '.join(own)} may start"] * bool(own)
     return lines
 
 
@@ -96,21 +102,37 @@ def read_status(folder: Path) -> dict[str, Any]:
     """How far a run is, as JSON. Raises UserError when this is no run folder."""
     run = RunFolder(folder)
     owner = lock.owner(folder)
-    runner = {"pid": owner.get("pid"), "host": owner.get("host"), "running": process.alive(owner)}
+    runs = process.alive(owner)
+    runner = {
+        "pid": owner.get("pid"),
+        "host": owner.get("host"),
+        "running": runs,
+        "holding": runs and owner.get("holding") is True,
+    }
     steps = [_status(name, step) for name, step in run.steps().items()]
-    return {"run": str(folder), "runner": runner, "steps": steps}
+    ahead = read_ahead(read_or_empty(run.forecast)) if runs else None
+    return {
+        "run": str(folder),
+        "runner": runner,
+        "ahead": asdict(ahead) if ahead else None,
+        "steps": steps,
+        "states": retention.taken(folder),
+    }
+
+
+def print_lines(folder: Path) -> None:
+    """Print the status as a line of JSON a second, until the runner ends."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            status = read_status(folder)
+            print(json.dumps({"t": time.time(), **status}, ensure_ascii=False), flush=True)
+            if not status["runner"]["running"]:
+                return
+            time.sleep(1)
 
 
 def _status(name: str, step: StepFolder) -> dict[str, Any]:
-    said, ended = step.progress(), step.exit()
-    if step.running:
-        state = "running"
-    elif step.finished:
-        state = "finished"
-    elif ended.get("code"):
-        state = "failed"
-    else:
-        state = "stopped" if process.who_runs(step.path) else "waiting"
+    said, ended, state = step.progress(), step.exit(), step_state(step)
     return {
         "step": name,
         "digest": step.path.name,
@@ -131,7 +153,9 @@ def as_text(status: dict[str, Any]) -> str:
     """The status for people."""
     runner = status["runner"]
     head = f"runner: process {runner['pid']} on {runner['host']}" if runner["running"] else "no runner"
-    lines = [f"{status['run']}: {head}"]
+    lines = [f"{status['run']}: {head}{', holds a server for a mended run' if runner['holding'] else ''}"]
+    if status["ahead"]:
+        lines.append(outlook(Ahead(**status["ahead"]), time.time()))
     for step in status["steps"]:
         parts = [step["error"] or ""]
         if step["state"] == "running":
@@ -142,4 +166,7 @@ def as_text(status: dict[str, Any]) -> str:
             parts.append(step["milestone"])
         text = printable(", ".join(part for part in parts if part))
         lines.append(f"{step['step']:12}  {step['state']:8}  {duration(step['seconds']):>12}  {text}".rstrip())
+    if status["states"]:
+        held = ", ".join(f"{size(taken)} of {step}" for step, taken in status["states"].items())
+        lines.append(f"states on disk: {held} (`eyas store rm {status['run']}` frees them)")
     return "\n".join(lines)

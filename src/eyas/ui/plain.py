@@ -3,9 +3,8 @@
 import sys
 import time
 
-from eyas.plan.forecast import Forecast
 from eyas.run.protocol import printable
-from eyas.run.view import View
+from eyas.run.view import Ahead, View
 from eyas.ui.text import counted, duration, outlook, rate
 
 EVERY_SECONDS, OUTLOOK_SECONDS = 10.0, 300.0
@@ -43,11 +42,11 @@ class Plain:
         """Print it."""
         self._line(text)
 
-    def outlook(self, found: Forecast) -> None:
+    def outlook(self, ahead: Ahead) -> None:
         """Print it every five minutes."""
-        if time.time() - self._looked >= OUTLOOK_SECONDS and (text := outlook(found)):
+        if time.time() - self._looked >= OUTLOOK_SECONDS:
             self._looked = time.time()
-            self._line(text)
+            self._line(outlook(ahead, self._looked))
 
     def waits(self, text: str) -> None:
         """Print it every five minutes."""

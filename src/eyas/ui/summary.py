@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.files import read_json
+from eyas.files import number, read_json
 from eyas.ui.text import duration
 
 
@@ -16,7 +16,7 @@ def summary(folder: Path, seconds: float) -> str:
     reasons = verdict.get("reasons")
     if isinstance(reasons, list) and reasons:
         lines += ["Why", *(f"  - {reason}" for reason in reasons)]
-    lines += [*_serving(verdict), *_places(folder, steps), *_times(verdict, steps)]
+    lines += [*_serving(verdict), *_places(folder, steps), *_times(verdict, steps), *_overlap(folder)]
     return "\n".join(lines)
 
 
@@ -110,6 +110,19 @@ def _times(verdict: dict[str, Any], steps: dict[str, Any]) -> list[str]:
         saved = sum(taken.get(name, 0.0) for name in reused)
         lines.append(f"Reused          {', '.join(reused)} ({duration(saved)} saved)")
     return lines
+
+
+def _overlap(folder: Path) -> list[str]:
+    """How long the run took, how long was expected, and what overlap saved; nothing where there was none to save."""
+    found = _dict(_dict(_object(folder / "timeline.json").get("otherData")).get("overlap"))
+    took, whole = number(found.get("took")), number(found.get("one_after_another"))
+    if took is None or whole is None:
+        return []
+    line = f"Overlap         {duration(took)} instead of {duration(whole)} one after another"
+    end, low, high = (number(found.get(key)) for key in ("end", "low", "high"))
+    if end is not None and low is not None and high is not None:
+        line += f"; expected {duration(end)} ({duration(low)} to {duration(high)})"
+    return [line]
 
 
 def _share(accepted: Any, reached: Any) -> str:

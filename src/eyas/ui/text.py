@@ -1,7 +1,8 @@
 """Numbers and times in few characters."""
 
-from eyas.plan.forecast import Forecast
-from eyas.run.view import View
+import time
+
+from eyas.run.view import Ahead, View
 
 
 def duration(seconds: float | None) -> str:
@@ -42,10 +43,9 @@ def rate(view: View) -> str:
     return f"{amount(value)} {view.progress.unit}/s" if value else ""
 
 
-def outlook(found: Forecast) -> str:
-    """`12 min left (10 min to 15 min in 9 of 10 runs): load server → answers → …`, or nothing."""
-    if not found.run.steps:
-        return ""
-    sure = "a guess, from little history" if found.guess else "in 9 of 10 runs"
-    left = f"{duration(found.seconds)} left ({duration(found.low)} to {duration(found.high)}, {sure})"
-    return f"{left}: {' → '.join(found.chain)}"
+def outlook(ahead: Ahead, now: float) -> str:
+    """`done in 12 min (10 min to 15 min in 9 of 10 runs), at 14:05: load server → answers → …`."""
+    sure = "a guess, from little history" if ahead.guess else "in 9 of 10 runs"
+    left, low, high = (duration(max(0.0, t - now)) for t in (ahead.end, ahead.low, ahead.high))
+    clock = time.strftime("%H:%M", time.localtime(ahead.end))
+    return f"done in {left} ({low} to {high}, {sure}), at {clock}: {' → '.join(ahead.chain)}"

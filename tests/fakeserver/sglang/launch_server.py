@@ -55,6 +55,10 @@ def main() -> None:
     if fake == "fault":
         print(SCHEDULER.format("ValueError: no such kernel"), flush=True)
         sys.exit(1)
+    if fake == "port taken" and not Path("taken").exists():
+        Path("taken").touch()
+        print(SCHEDULER.format("OSError: [Errno 98] Address already in use"), flush=True)
+        sys.exit(1)
     if fake == "kill":
         os.kill(os.getpid(), 9)
     if fake == "silent":

@@ -11,10 +11,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eyas.engines.sglang.http import Connection, ServerDied, Transient
 from eyas.engines.sglang.info import ServerInfo
@@ -37,10 +37,12 @@ __all__ = [
     "events",
     "generate",
     "leased",
+    "retried",
     "space",
     "sweep",
 ]
 
+T = TypeVar("T")
 TRIES = 3
 PAUSE_SECONDS = 0.5
 """Before the second try; doubled before each further one."""
@@ -133,9 +135,14 @@ def generate(url: str, body: dict[str, Any], timeout: float = 600.0) -> dict[str
 
 def ask(connection: Connection, body: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
     """`generate` over a connection that is kept."""
+    return retried(connection, lambda: _once(connection, body, timeout))
+
+
+def retried(connection: Connection, once: Callable[[], T]) -> T:
+    """What `once` gives, tried again after a while where it failed for a passing reason. Raises UserError: thrice."""
     for turn in range(TRIES):
         try:
-            return _once(connection, body, timeout)
+            return once()
         except Transient as error:
             reason = str(error)
             connection.pause(PAUSE_SECONDS * 2**turn)

@@ -1,6 +1,7 @@
 """The command line and the environment of a server."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from eyas.engines.sglang import ship
 from eyas.engines.sglang.kept import MARK
 from eyas.engines.sglang.plugin.protocol import VARIABLE
 from eyas.errors import UserError
+from eyas.files import read_json
 
 CPU_FLAGS: dict[str, Flag] = {
     # This odd trio is right: torch_native alone prefills MLA models wrongly and serves no draft.
@@ -24,12 +26,26 @@ CPU_FLAGS: dict[str, Flag] = {
 }
 
 
+PORT = 30000
+"""Of a command to be typed, where the run file names none: SGLang's own default."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """An exported draft that the server speculates with."""
 
     folder: Path
     tokens: int
+
+
+def tuned(config: Server, inputs: Mapping[str, Path]) -> Server:
+    """The run file's server with what the tune step found, for a step or service that needs that step."""
+    if "tune" not in inputs:
+        return config
+    winner = read_json(inputs["tune"] / "result.json")["winner"]
+    return config.model_copy(
+        update={"args": {**config.args, **winner["flags"]}, "env": {**config.env, **winner["env"]}}
+    )
 
 
 def command(config: Server, model: Path, dtype: str, port: int, args: Mapping[str, Flag | None]) -> list[str]:
@@ -47,6 +63,12 @@ def command(config: Server, model: Path, dtype: str, port: int, args: Mapping[st
         else:
             line += [f"--{name}", *values]
     return line
+
+
+def shell(config: Server, model: Path, dtype: str, draft: Draft | None = None) -> str:
+    """The command of a server for a shell, with the run file's environment."""
+    line = command(config, model, dtype, config.port or PORT, flags(config, draft, {}))
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in config.env.items()), shlex.join(line)])
 
 
 def flags(config: Server, draft: Draft | None, extra: Mapping[str, Flag]) -> dict[str, Flag | None]:

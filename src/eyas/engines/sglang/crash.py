@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eyas.engines.sglang.milestones import PREFIX, pieces
 
+PORT_TAKEN = "its port is in use: take another in server.port, or leave that out"
 _EXCEPTION = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|NotFound)\w*(?::|$)")
 _CONSEQUENCE = re.compile(
     r"^(EOFError|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError|asyncio\.|\S*CancelledError)"
@@ -31,7 +32,7 @@ def cause(lines: list[str], python: str = "python3") -> str | None:
     if re.search(r"No module named '?sglang(\.launch_server)?(?![\w.])", text):
         return f"{python} has no SGLang: name the interpreter that has it in server.python"
     if re.search(r"address already in use|Errno 98", text, re.IGNORECASE):
-        return "its port is in use: take another in server.port, or leave that out"
+        return PORT_TAKEN
     last = _last_exception(lines)
     if found := re.search(f".*(?:{_MEMORY}).*", text, re.IGNORECASE):
         said = last if re.search(_MEMORY, last, re.IGNORECASE) else PREFIX.sub("", found[0].strip())

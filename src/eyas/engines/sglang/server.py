@@ -30,7 +30,7 @@ from eyas.progress import Progress
 
 HOLD_SECONDS = 60.0
 ROOT_BYTES = 2**30
-PORTS = range(20000, 30000)
+PORTS, PORT_TRIES = range(20000, 30000), 4
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,10 @@ class Running:
         self._kept.end()
 
 
+class _PortTaken(UserError):  # noqa: N818
+    """It did not start, since something else took its port."""
+
+
 @contextlib.contextmanager
 def started(
     config: Server,
@@ -121,17 +125,34 @@ def started(
                 _plugin(config, folder, root, layers)
             if (log := folder / "log.txt").exists():
                 log.replace(folder / "log.previous.txt")
-        port = _free_port() if config.port is None else _require_free(config.port)
         env = environment(config, args.get("device") == "cpu", mark, folder if root else None)
-        line = command(config, model, dtype, port, args)
         begun = time.monotonic()
         progress.milestone(f"starting {'a server with the draft' if draft else 'the server'}")
-        one = kept.start(line, env, log, root, lock.fileno())
-        url = f"http://{_reachable(str(args.get('host') or '127.0.0.1'))}:{port}"
-        running = Running(Endpoint(url, root, folder / "status" if root else None), log, {}, one)
-        stack.callback(running.stop)
-        with Watch(log, progress) as watch:
-            _first_token(running, watch, config)
+
+        def start() -> Running:
+            port = _free_port() if config.port is None else _require_free(config.port)
+            one = kept.start(command(config, model, dtype, port, args), env, log, root, lock.fileno())
+            url = f"http://{_reachable(str(args.get('host') or '127.0.0.1'))}:{port}"
+            return Running(Endpoint(url, root, folder / "status" if root else None), log, {}, one)
+
+        running = start()
+        stack.callback(lambda: running.stop())
+        with contextlib.ExitStack() as watched:
+            for left in reversed(range(PORT_TRIES)):
+                watch = watched.enter_context(Watch(log, progress))
+                try:
+                    _first_token(running, watch, config)
+                    break
+                except _PortTaken:
+                    # Another server that starts at the same time chose it too, for itself or for its ranks.
+                    if config.port is not None or not left:
+                        raise
+                    running.stop()
+                    watched.close()
+                    log.replace(folder / "log.previous.txt")
+                    root = capture_root(config, mark) if capture else None
+                    progress.milestone("its port was taken meanwhile: another one")
+                    running = start()
             running.seconds = {**watch.milestones.seconds, "start": round(time.monotonic() - begun, 3)}
             if running.endpoint.status:
                 _require_plugin(running.endpoint.status, config.tp, log)
@@ -192,7 +213,9 @@ def _first_token(running: Running, watch: Watch, config: Server) -> None:
     """Wait until the server gives one token. Raises UserError: it ended, refuses, or shows no sign of life."""
     while True:
         if not running.alive():
-            raise UserError(f"the server did not start: {running.why(config.python)}; log: {running.log}")
+            why = running.why(config.python)
+            kind = _PortTaken if why == crash.PORT_TAKEN else UserError
+            raise kind(f"the server did not start: {why}; log: {running.log}")
         if one_token(running.endpoint.url, config.patience):
             return
         silent = time.monotonic() - watch.lively

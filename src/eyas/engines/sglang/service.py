@@ -14,6 +14,7 @@ from eyas.config import Capture, Decode, Server, Target
 from eyas.engines import layers as layer_ids
 from eyas.engines import target as targets
 from eyas.engines.sglang import info, server
+from eyas.engines.sglang.command import tuned
 from eyas.engines.sglang.install import status_of
 from eyas.engines.sglang.plugin.protocol import status_file
 from eyas.errors import UserError
@@ -63,7 +64,7 @@ def _launched(
     draft: server.Draft | None = None,
 ) -> None:
     """Start a server, say that it is ready and stay until it dies. `wanted`: the layers that its plugin must take."""
-    config, dtype = spec.section(Server), spec.section(Target).dtype
+    config, dtype = tuned(spec.section(Server), spec.inputs), spec.section(Target).dtype
     assert config.url is None, "an existing server is not ours to start"
     target = targets.read(spec.inputs["target"])
     capture = wanted is not None

@@ -17,6 +17,7 @@ from eyas.engines import target as targets
 from eyas.engines.layers import default_layers, resolve
 from eyas.engines.sglang import client, info, server, twinmodel
 from eyas.engines.sglang.checks import Check, Tally, collect, random_ids
+from eyas.engines.sglang.loader import Loader
 from eyas.engines.sglang.plugin.protocol import status_file
 from eyas.engines.sglang.twinmodel import Twin
 from eyas.engines.sglang.twinproofs import Proven, identity, judge
@@ -187,8 +188,13 @@ class _Proof:
         self.progress.milestone("serving the twin with a random draft")
         twinmodel.write_draft(self.twin, self.config.tp, self.layers, self.folder / "draft")
         draft = server.Draft(self.folder / "draft", DRAFT_TOKENS)
-        with self._started("served", capture=False, draft=draft) as running:
-            drafted, verified = greedy(running.endpoint.url, self.asked)
+        loader = Loader(draft.folder, self.config.python, self.config.env)  # answers while the server starts
+        try:
+            with self._started("served", capture=False, draft=draft) as running:
+                drafted, verified = greedy(running.endpoint.url, self.asked)
+            self.found.checks.append(loader.check())
+        finally:
+            loader.stop()
         name = "a draft is served, answers unchanged"
         if verified:
             self.found.checks.append(judge(name, self.twin, self.asked, self.answers, drafted, self.exact))
