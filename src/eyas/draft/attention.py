@@ -54,14 +54,16 @@ class _Attend(torch.autograd.Function):
         if own:
             stacked = torch.stack(own[::2]), torch.stack(own[1::2])
             backward = _merge(query, backward=True)
-            keys, values = backward(grad, out, log_sum, query, *stacked, ctx.scale, to_query)
+            to_query, keys, values = backward(grad, out, log_sum, query, *stacked, ctx.scale, to_query)
             later = [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
         return None, to_query, to_key, to_value, *later
 
 
 def _merge(query: torch.Tensor, backward: bool = False) -> Any:
+    """The kernel where there is one for this card, else the plain form."""
     if query.is_cuda and query.dtype != torch.float64 and find_spec("triton"):
         from eyas.draft import kernels
 
-        return kernels.merge_backward if backward else kernels.merge
+        if kernels.usable(query.device):
+            return kernels.merge_backward if backward else kernels.merge
     return fused.merge_backward if backward else fused.merge

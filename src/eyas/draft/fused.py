@@ -1,8 +1,8 @@
 """The arithmetic between the matrix products, as functions without state.
 
 Within `compiling` on CUDA those marked `fused` are compiled, for any number of rows; elsewhere they run as they stand.
-Compilation takes seconds a function and is kept by PyTorch's own cache, so only training asks for it. What merges
-attention has kernels of its own (`draft/kernels.py`), of which this is the plain form.
+Compilation takes seconds a function and is kept by PyTorch's own cache, so only training asks for it. The two that
+merge attention have kernels of their own (`draft/kernels.py`), of which these are the plain form.
 
 Shapes: n rows, H hidden, A query heads, G key-value heads, E head size, j steps, D draft vocabulary.
 """
@@ -96,6 +96,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+@fused({0: (0,), 1: (1,), 2: (0,), 3: (0, 1), 4: (0, 1)})
 def merge(
     out: torch.Tensor,
     log_sum: torch.Tensor,
@@ -118,6 +119,7 @@ def merge(
     return merged.flatten(1, 2).to(out.dtype), total.flatten(1).T.contiguous()
 
 
+@fused({0: (0,), 1: (0,), 2: (1,), 3: (0,), 4: (0, 1), 5: (0, 1), 7: (0,)})
 def merge_backward(
     grad: torch.Tensor,
     out: torch.Tensor,
@@ -127,20 +129,20 @@ def merge_backward(
     values: torch.Tensor,
     scale: float,
     to_query: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `keys` and `values`, from the merged `out` and `log_sum` and the output's `grad`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `query`, `keys` and `values`, from the merged `out` and `log_sum` and the output's `grad`.
 
-    This part's gradient of `query` is added to `to_query` [n, A, E].
+    `to_query` [n, A, E] is what the other keys gave to that of `query`; it is included.
     """
     grouped, to_out = (wide(x).unflatten(1, (keys.shape[2], -1)) for x in (query, grad))
     delta = (to_out * wide(out).view_as(to_out)).sum(-1)
     scores = (grouped * wide(keys).unsqueeze(-2)).sum(-1) * scale
     share = (scores - log_sum.T.reshape(scores.shape[1:])).exp()
     change = share * ((to_out * wide(values).unsqueeze(-2)).sum(-1) - delta) * scale
-    to_query += (change.unsqueeze(-1) * wide(keys).unsqueeze(-2)).sum(0).flatten(1, 2)
+    more = (change.unsqueeze(-1) * wide(keys).unsqueeze(-2)).sum(0).flatten(1, 2)
     to_keys = (change.unsqueeze(-1) * grouped).sum(-2)
     to_values = (share.unsqueeze(-1) * to_out).sum(-2)
-    return to_keys.to(keys.dtype), to_values.to(values.dtype)
+    return (wide(to_query) + more).to(query.dtype), to_keys.to(keys.dtype), to_values.to(values.dtype)
 
 
 @fused({0: (0,), 1: (0,), 2: (0,), 3: (0,)})

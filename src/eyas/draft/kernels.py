@@ -3,11 +3,14 @@
 What a compiler makes of them reads the same rows many times. Any row count; one compilation a number of later steps.
 """
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from eyas.draft import fused
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -97,11 +100,32 @@ def merge_backward(
     values: torch.Tensor,
     scale: float,
     to_query: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fused.merge_backward`: the gradients of `keys` and `values`; that of `query` is added to `to_query`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `fused.merge_backward`; `to_query` itself is changed and returned."""
     to_keys, to_values = torch.empty_like(keys), torch.empty_like(values)
     grid, sizes = _sizes(query, keys)
     _merge_backward[grid](
         grad, out, log_sum, query, keys, values, to_query, to_keys, to_values, scale, len(query), len(keys), **sizes
     )
-    return to_keys, to_values
+    return to_query, to_keys, to_values
+
+
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Do the kernels compile on this card, and give what the plain form gives? Takes a second, once."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    query, out, grad, to_query = (numbers(33, 6, 24) for _ in range(4))
+    keys, values, log_sum = numbers(2, 33, 3, 24), numbers(2, 33, 3, 24), numbers(6, 33)
+    try:
+        found = merge(out, log_sum, query, keys, values, 0.2)
+        back = merge_backward(grad, *found, query, keys, values, 0.2, to_query.clone())
+    except Exception:  # whatever a compiler says on a card it was not made for
+        return False
+    wanted = fused.merge(out, log_sum, query, keys, values, 0.2)
+    wanted_back = fused.merge_backward(grad, *wanted, query, keys, values, 0.2, to_query)
+    pairs = zip((*found, *back), (*wanted, *wanted_back), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in pairs)
