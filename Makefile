@@ -15,9 +15,10 @@ demo: $(VENV)/.demo $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 # Real SGLang without a GPU, in an environment of its own (3.4 GB).
 sglang-cpu: $(SGLANG)/.ready
 
-# What CI runs.
+# What CI runs: quick tests side by side, then those that start servers, one at a time.
 test: $(VENV)/.dev $(SGLANG)/.ready lint
-	$(VENV)/bin/python -m pytest -m "not long" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not long" -n 2 --ignore tests/engine $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not long" tests/engine $(ARGS)
 
 # Minutes of kills and whole runs; results belong into benchmarks/results.
 test-long: $(VENV)/.dev $(SGLANG)/.ready
