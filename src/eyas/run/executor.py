@@ -20,6 +20,7 @@ from eyas.run import outputs, process
 from eyas.run.expected import Expected, size
 from eyas.run.faults import IN_A_RUN, about_memory
 from eyas.run.folder import RunFolder
+from eyas.run.hold import hold
 from eyas.run.journal import Journal
 from eyas.run.outlook import Outlook
 from eyas.run.protocol import Follower, printable
@@ -250,7 +251,7 @@ class Executor:
                 self._fail(name, USER_ERROR, str(gone))
         elif code == 0:
             view.ended, view.seconds = time.time(), view.folder.seconds()
-            took, there = _whole(view), view.folder
+            took, there = view.whole(), view.folder
             self._note(self.expected.record(self.planned[name], took, True, size(there), view.progress))
             self._become(name, "finished")
         elif code in (USER_ERROR, process.KILLED):
@@ -268,7 +269,7 @@ class Executor:
         view.ended, view.seconds, view.error = time.time(), view.folder.seconds(), error
         self.code = FAULT if FAULT in (code, self.code) else USER_ERROR
         if view.seconds:
-            self._note(self.expected.record(self.planned[name], _whole(view), False))
+            self._note(self.expected.record(self.planned[name], view.whole(), False))
         self._become(name, "failed", error)
 
     def _become(self, name: str, state: Any, detail: str = "") -> None:
@@ -298,25 +299,12 @@ class Executor:
 
     def _hold_services(self, holding: Callable[[bool], None]) -> None:
         """Keep services up after a failure, until the time is over, a signal comes, or the next runner takes them."""
-        held = {name: service for name, service in self.services.items() if service.child}
-        until = time.time() + self.hold
-        if not held:
-            return
-        names, clock = " and ".join(held), time.strftime("%H:%M", time.localtime(until))
-        self.watcher.note(
-            f"{names} stays up until {clock}: mend what failed and run the same command again, in another terminal, "
-            "and it need not load again; Ctrl-C ends it now"
-        )
-        holding(True)
-        try:
-            while time.time() < until and not (self._stop or self._drain or self.handed_over):
-                if not any(service.child and service.child.running() for service in held.values()):
-                    return
-                self.watcher.waits(f"{names} held, {max(0, int(until - time.time()))} s left")
-                self.watcher.tick()
-                time.sleep(TICK_SECONDS)
-        finally:
-            holding(False)
+        if held := [service for service in self.services.values() if service.child]:
+            holding(True)
+            try:
+                hold(held, self.watcher, self.hold, lambda: bool(self._stop) or self._drain or self.handed_over)
+            finally:
+                holding(False)
 
     def _end_children(self) -> None:
         children = [child for child, _ in self.running.values()]
@@ -329,11 +317,3 @@ class Executor:
             view.state = "stopped" if not view.folder.finished else "finished"
             self.watcher.changed(view)
         self.running.clear()
-
-
-def _whole(view: View) -> float:
-    """Seconds that a step took as its runner sees it: what it worked, and the start and end of its process."""
-    attempt = number(view.folder.exit().get("seconds"))
-    if attempt is None or view.began is None or view.ended is None:
-        return view.seconds or 0.0
-    return (view.seconds or 0.0) + max(0.0, view.ended - view.began - attempt)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from eyas.files import number
 from eyas.run.folder import StepFolder
 from eyas.run.protocol import ProgressState
 
@@ -32,6 +33,13 @@ class View:
     """From when to when it is going to run, as seen now."""
     critical: bool = False
     """Whether the end of the run waits for it."""
+
+    def whole(self) -> float:
+        """Seconds that it took as its runner sees it: what it worked, and the start and end of its process."""
+        attempt = number(self.folder.exit().get("seconds"))
+        if attempt is None or self.began is None or self.ended is None:
+            return self.seconds or 0.0
+        return (self.seconds or 0.0) + max(0.0, self.ended - self.began - attempt)
 
 
 @dataclass(frozen=True)
