@@ -191,7 +191,7 @@ def test_a_report_that_cannot_be_built_does_not_spoil_the_run(
     from eyas.run import session
 
     monkeypatch.undo()
-    monkeypatch.setenv("PYTHONPATH", str(Path(toyrun.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(toyrun.__file__).parent), prepend=os.pathsep)
     monkeypatch.setitem(sys.modules, "eyas.report", None)  # type: ignore[arg-type]
     outcome = session.run(tmp_path / "run", toyrun.plan({}, toyrun.CHAIN[:1]), {"name": "run"}, toyrun.Recorder())
     assert outcome.code == 0

@@ -17,6 +17,9 @@ from eyas.plan.durations import Estimate, History, Kind, Row, median
 from eyas.plan.forecast import Running, refined
 from eyas.plan.graph import Step
 from eyas.plan.schedule import State
+from eyas.run.expected import here
+from eyas.run.machine import Machine
+from eyas.run.protocol import ProgressState
 
 ENTRY = "eyas.train.step:run"
 KIND = Kind(ENTRY, "train", "here", "1 x H200", "m")
@@ -79,6 +82,33 @@ def test_without_failures_the_median_is_the_median(values: list[float]) -> None:
 def test_failures_never_lower_the_median(values: list[tuple[float, bool]]) -> None:
     if finished := [value for value, done in values if done]:
         assert median(values) >= statistics.median_low(finished) - 1e-9
+
+
+def test_a_load_is_learned_from_other_servers_of_the_model() -> None:
+    load = Kind("s:serve_drafted", "drafted", "here", "1 x H200", "m", warm=True)
+    rows = [row(540, None, entry="s:serve", name="server"), row(60, None, entry="s:serve", name="server", warm=True)]
+    assert History(rows).expect(load, None).seconds == 60
+    assert History(rows[:1]).expect(load, None).seconds == 540
+
+
+def test_milestones_tell_how_far_a_load_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that said "weights loaded" after 60 of 80 s: one that says so after 120 s will take 160 s."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    plan = toyrun.plan({}, toyrun.SERVED, toyrun.WEB)
+    machine = Machine("here", "b1", "1 x H200", "m")
+    first = ProgressState()
+    for line in ({"t": 0.0, "attempt": 1}, {"t": 60.0, "milestone": "weights loaded (812 GB)"}):
+        first.take(line)
+    web = plan.service("web")
+    assert here(plan, machine).record(web, 80.0, True, progress=first) is None
+    later = ProgressState()
+    later.take({"t": 1000.0, "attempt": 1})
+    expected = here(plan, machine)
+    assert expected.share(web, later, 1100.0) is None
+    later.take({"t": 1120.0, "milestone": "weights loaded (907 GB)"})
+    assert expected.share(web, later, 1120.0) == pytest.approx(0.75)
+    told = refined(expected.service(web), Running(140.0, expected.share(web, later, 1140.0)))
+    assert 130 < told.seconds < 160
 
 
 def test_a_warm_load_is_learned_apart() -> None:

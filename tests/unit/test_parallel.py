@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eyas.config import Train
-from eyas.store.shard import Sample
-from eyas.train import data
 from eyas.train.loader import Loader
 from eyas.train.loop import Trainer
 from eyas.train.packing import pack
@@ -17,6 +17,8 @@ MASKS = [[False, True, True, True, True], [True] * 7, [False, False, True, True,
 
 
 def batch(documents, steps):
+    from eyas.store.shard import Sample
+
     return pack([Sample(str(i), *d) for i, d in enumerate(documents)], steps, CPU, torch.float64)
 
 
@@ -33,8 +35,7 @@ def trained(world, groups, steps=3):
 
 
 def share(world, documents):
-    lengths = [len(d[0]) for d in documents]
-    mine = [documents[i] for i in data.share(range(len(documents)), lengths, world.rank, world.size)]
+    mine = [documents[i] for i in world.share([len(d[0]) for d in documents])]
     return [mine] if mine else []
 
 
@@ -59,6 +60,14 @@ def test_two_ranks_equal_one():
         both = as_a_rank(world, cases)
     for ours, documents in zip(both, cases, strict=True):
         assert_same(ours, trained(World(), [documents]))
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
+def test_shares_are_all_and_even(lengths, size):
+    shares = [World(rank, size).share(lengths) for rank in range(size)]
+    assert sorted(i for part in shares for i in part) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in part) for part in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 def test_loader_keeps_order_and_stops_where_it_fails():

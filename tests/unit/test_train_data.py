@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from eyas.capture.contract import Contract
@@ -14,9 +12,10 @@ from eyas.errors import UserError
 from eyas.store.codec import FP8
 from eyas.store.store import FeatureStore, create
 from eyas.store.writer import write
-from eyas.train.data import Steps, share, to_batch
+from eyas.train.data import Steps, to_batch
 from eyas.train.loader import Loader
 from eyas.train.packing import pack, plan
+from eyas.train.parallel import World
 from test_store_shard import sample
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def test_batches_are_those_of_the_decoded_samples(
 ) -> None:
     store = make(tmp_path, dtype, complete)
     steps = plan(store.lengths, 40, 1, seed=3)
-    for rows, samples in zip(Steps(store, steps), steps, strict=True):
+    for (rows,), samples in zip(Steps(store, steps), steps, strict=True):
         batch = to_batch(rows, 3, CPU, torch.float32)
         right = pack([store.sample(i) for i in samples], 3, CPU, torch.float32)
         assert rows.keys == [f"s{i}" for i in samples]
@@ -52,47 +51,43 @@ def test_batches_are_those_of_the_decoded_samples(
 
 
 def test_states_stay_coded_until_they_are_on_the_device(tmp_path: Path) -> None:
-    rows = next(iter(Steps(make(tmp_path, FP8), [[0, 1]])))
+    (rows,) = next(iter(Steps(make(tmp_path, FP8), [[0, 1]])))
     assert rows.columns["aux"].dtype == rows.columns["last"].dtype == FP8
 
 
 def test_a_resumed_run_sees_what_an_undisturbed_one_sees(tmp_path: Path) -> None:
     store = make(tmp_path)
     steps = plan(store.lengths, 40, 2.5, seed=3)
-    whole = [(rows.step, rows.keys) for rows in Steps(store, steps)]
+    whole = [(rows.step, rows.keys) for (rows,) in Steps(store, steps)]
     for first in range(len(steps)):
         again = Steps(FeatureStore.open(store.folder), steps, first)
         assert len(again) == len(steps) - first
-        assert [(rows.step, rows.keys) for rows in Loader(again.read, range(first, len(steps)), CPU)] == whole[first:]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 4096), min_size=1, max_size=30),
-    world=st.integers(1, 8),
-    data=st.data(),
-)
-def test_ranks_share_a_step_evenly(lengths: list[int], world: int, data: st.DataObject) -> None:
-    samples = data.draw(st.permutations(range(len(lengths))))
-    parts = [share(samples, lengths, rank, world) for rank in range(world)]
-    assert sorted(i for part in parts for i in part) == sorted(samples)
-    tokens = [sum(lengths[i] for i in part) for part in parts]
-    assert max(tokens) - min(tokens) <= max(lengths)
+        assert [(rows.step, rows.keys) for (rows,) in Loader(again.read, range(first, len(steps)), CPU)] == whole[
+            first:
+        ]
 
 
 def test_every_rank_takes_every_step_even_without_samples(tmp_path: Path) -> None:
     store = make(tmp_path)
-    ranks = [list(Steps(store, [[3, 4, 5], [7]], rank=rank, world=3)) for rank in range(3)]
-    assert [[len(rows.keys) for rows in steps] for steps in ranks] == [[1, 1], [1, 0], [1, 0]]
-    empty = to_batch(ranks[2][1], 3, CPU, torch.float32)
+    ranks = [list(Steps(store, [[3, 4, 5], [7]], world=World(rank, 3))) for rank in range(3)]
+    assert [[len(rows.keys) for (rows,) in steps] for steps in ranks] == [[1, 1], [1, 0], [1, 0]]
+    empty = to_batch(ranks[2][1][0], 3, CPU, torch.float32)
     assert (empty.aux.shape, empty.last.shape) == ((0, 24), (0, 8))
     assert len(empty.chains) == 0
+
+
+def test_a_step_that_is_too_large_comes_in_parts(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    (parts,) = Steps(store, [list(range(14))], part_tokens=30)
+    assert [key for rows in parts for key in rows.keys] == [f"s{i}" for i in range(14)]
+    assert len(parts) > 1
+    assert all(len(rows.columns["input_ids"]) <= 30 for rows in parts)
 
 
 def test_a_data_loader_takes_it(tmp_path: Path) -> None:
     store = make(tmp_path)
     loader = DataLoader(Steps(store, [[1], [2, 0]]), batch_size=None)
-    assert [rows.keys for rows in loader] == [["s1"], ["s2", "s0"]]
+    assert [rows.keys for (rows,) in loader] == [["s1"], ["s2", "s0"]]
 
 
 def test_reading_ahead_is_bounded_and_stops() -> None:
@@ -117,7 +112,7 @@ def test_a_damaged_sample_is_not_trained_on(tmp_path: Path) -> None:
     content[-3] ^= 1  # the mask of the ninth sample
     path.write_bytes(content)
     reader = iter(Loader(Steps(FeatureStore.open(folder), [[0], [8]]).read, [0, 1], CPU))
-    assert next(reader).keys == ["s0"]
+    assert next(reader)[0].keys == ["s0"]
     with pytest.raises(UserError, match="sample s8 is damaged"):
         next(reader)
 

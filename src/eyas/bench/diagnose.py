@@ -24,6 +24,8 @@ CLOSER = 0.5
 """A variant is named only if it lies at most this far from the served figures, the draft as it is being at 1."""
 RIVAL, SLACK = 1.25, 0.005
 """Another cause is named beside the best one up to this multiple of the best one's distance, and a little more."""
+LIKELIEST = "eagle"
+"""Of causes that fit alike, where nothing at all is accepted: one flag, while head and map are in the checked files."""
 LEAST_GAIN = 0.1
 """Accept length by which a variant must beat the draft as it is, to be called its fault."""
 
@@ -130,7 +132,7 @@ def _judge(trials: list[Trial], served: dict[str, Any]) -> dict[str, Any]:
     """What agrees with the served figures."""
     as_is, *others = trials
     reached = f"accept length {parity.accept_length(served):.2f}"
-    fitting = sorted((t for t in others if t.agrees), key=_distance)
+    fitting = sorted((t for t in others if t.agrees), key=lambda t: (_distance(t), t.variant.cause != LIKELIEST))
     closest = _distance(fitting[0]) if fitting else math.inf
     if as_is.agrees and not (as_is.by_answer and closest <= CLOSER * _distance(as_is)):
         return _nothing(f"The draft as it is predicts what was served ({reached}): nothing is wrong with it.")
@@ -145,7 +147,7 @@ def _judge(trials: list[Trial], served: dict[str, Any]) -> dict[str, Any]:
         f"What was served ({reached}) is what replay gives with this fault: {best.variant.label} "
         f"({best.acceptance['accept_length']:.2f}; as it is {as_is.acceptance['accept_length']:.2f})."
     )
-    return _named(best, sentence, [t.variant.cause for t in fitting if _distance(t) <= noise])
+    return _named(best, sentence, [t for t in fitting if _distance(t) <= noise])
 
 
 def _distance(trial: Trial) -> float:
@@ -171,19 +173,21 @@ def _better(trials: list[Trial]) -> dict[str, Any]:
     error = _standard_error(as_is.acceptance, best.acceptance)
     if gain(best) <= max(LEAST_GAIN, parity.STANDARD_ERRORS * error):
         return _nothing(f"Nothing that was tried is accepted better than the draft as it is ({before:.2f}).")
-    causes = [t.variant.cause for t in others if gain(t) >= gain(best) - error]
+    close = [t for t in others if gain(t) >= gain(best) - error]
     sentence = (
         f"The draft is accepted better with one change: {best.variant.label} "
         f"({best.acceptance['accept_length']:.2f}; as it is {before:.2f})."
     )
-    return _named(best, sentence, causes)
+    return _named(best, sentence, close)
 
 
-def _named(best: Trial, sentence: str, causes: list[str]) -> dict[str, Any]:
-    rivals = sorted({*causes} - {best.variant.cause})
-    more = f" Equally possible: {', '.join(rivals)}." if rivals else ""
-    remedy = best.variant.remedy
+def _named(best: Trial, sentence: str, close: list[Trial]) -> dict[str, Any]:
+    """The best variant as the cause, with the remedies of all causes that fit about as well."""
+    remedies = {trial.variant.cause: trial.variant.remedy for trial in (*reversed(close), best)}
     cause, label = best.variant.cause, best.variant.label
+    rivals = sorted(remedies.keys() - {cause})
+    more = f" Equally possible: {', '.join(rivals)}." if rivals else ""
+    remedy = "; or ".join([remedies[cause], *(remedies[rival] for rival in rivals)])
     return {"cause": cause, "variant": label, "sentence": sentence + more, "remedy": remedy, "rivals": rivals}
 
 

@@ -37,7 +37,7 @@ OURS = frozenset(
 )
 """Arguments of apply_chat_template that are no variables of a template."""
 TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-OPENER = re.compile(r"<(\w+)>\s*\Z")
+OPENER = re.compile(r"<([\w:]*(?:think|reason)\w*)>\s*\Z", re.IGNORECASE)
 """What opens reasoning at the end of a generation prompt."""
 THOUGHTS = re.compile(r"reasoning_content|\bmessage(\.|\[.)(thinking|reasoning)\b|(['\"])thinking\3")
 """A template that reads reasoning from a field of its own."""

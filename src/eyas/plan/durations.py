@@ -9,27 +9,30 @@ failed says only that it takes at least as long (a censored observation, Kaplan 
 import contextlib
 import math
 import os
+import re
 import sqlite3
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 MANY, NEWEST, SIMILAR = 10, 40, 2.0
 """Rows from which an estimate is no guess any more; rows of one kind that are looked at; times as much or as little
 work that counts as similar, so that what a step takes beside its work does not matter."""
-SPREADS = (0.15, 0.3, 0.5, 0.8, 1.0)
+SPREADS = (0.15, 0.2, 0.3, 0.5, 0.8, 1.0)
 """Standard deviation of a logarithm that is assumed at each level of `LEVELS` and for a guess, before rows say more."""
 ASSUMED = 2.0
 """How many rows that assumption weighs."""
 LEVELS = (
-    ("name", "host", "device", "model", "warm"),
-    ("host", "device", "model"),
-    ("device", "model"),
-    ("device",),
+    ("entry", "name", "host", "device", "model", "warm"),
+    ("module", "host", "device", "model", "warm"),
+    ("module", "host", "device", "model"),
+    ("module", "device", "model"),
+    ("module", "device"),
 )
-"""What must be equal beside the kind; the first level with a row that finished is taken."""
+"""What must be equal; the first level with a row that finished is taken. The loads of all servers are of one module."""
 
 GUESSES: Mapping[str, tuple[float, float]] = {
     "eyas.engines.target:run": (1.0, 0.0),
@@ -72,6 +75,24 @@ class Kind:
     warm: bool = False
     """The files that a service loads were loaded before since the machine started."""
 
+    @property
+    def module(self) -> str:
+        """Where its entry is."""
+        return self.entry.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a step, or the load of a service, said on its way, and at which share of the time that it took."""
+
+    t: float
+    entry: str
+    device: str
+    model: str
+    text: str
+    """Without its numbers."""
+    share: float
+
 
 @dataclass(frozen=True)
 class Row:
@@ -92,9 +113,14 @@ class Row:
     """Size of its output."""
     finished: bool
 
+    @property
+    def module(self) -> str:
+        """Where its entry is."""
+        return self.entry.partition(":")[0]
+
     def like(self, kind: Kind, level: tuple[str, ...]) -> bool:
         """Whether it is of this kind, as closely as the level asks."""
-        return self.entry == kind.entry and all(getattr(self, key) == getattr(kind, key) for key in level)
+        return all(getattr(self, key) == getattr(kind, key) for key in level)
 
 
 @dataclass(frozen=True)
@@ -131,14 +157,22 @@ class Estimate:
 
 
 class History:
-    """Rows of earlier runs, newest first."""
+    """Rows and marks of earlier runs, newest first."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Row], marks: Iterable[Mark] = ()) -> None:
         self._rows = sorted(rows, key=lambda row: -row.t)
+        self._marks = sorted(marks, key=lambda mark: -mark.t)
 
-    def add(self, row: Row) -> None:
-        """Take in a row that is newer than all others."""
+    def add(self, row: Row, marks: Iterable[Mark] = ()) -> None:
+        """Take in what is newer than all before."""
         self._rows.insert(0, row)
+        self._marks[:0] = marks
+
+    def share(self, kind: Kind, text: str) -> float | None:
+        """The share of its time after which a step or service of this kind says `text`; None when it never did."""
+        wanted = (kind.entry, kind.device, kind.model, numberless(text))
+        found = [mark.share for mark in self._marks if (mark.entry, mark.device, mark.model, mark.text) == wanted]
+        return statistics.median(found[:NEWEST]) if found else None
 
     def expect(self, kind: Kind, work: float | None) -> Estimate:
         """What a step of this kind and work is going to take."""
@@ -187,31 +221,35 @@ def median(seen: list[tuple[float, bool]]) -> float:
     return found
 
 
+def numberless(text: str) -> str:
+    """A milestone as it is said whatever the numbers in it are."""
+    return re.sub(r"[\d.,]+", "#", text)
+
+
 def place() -> Path:
     """The file of this user's history."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "eyas" / "durations.sqlite3"
 
 
-COLUMNS = {"t": "REAL", "warm": "INTEGER", "work": "REAL", "seconds": "REAL", "bytes": "REAL", "finished": "INTEGER"}
-NAMES = [field.name for field in fields(Row)]
-TYPED = ", ".join(f"{name} {COLUMNS.get(name, 'TEXT')}" for name in NAMES)
-SCHEMA = f"CREATE TABLE IF NOT EXISTS durations ({TYPED})"
+TABLES: dict[str, type[Row] | type[Mark]] = {"durations": Row, "marks": Mark}
 
 
-def add(row: Row, path: Path | None = None) -> None:
-    """Record a row. Raises OSError, sqlite3.Error."""
-    path = path or place()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as db:
+def add(row: Row, marks: Sequence[Mark] = ()) -> None:
+    """Record a row and its marks. Raises OSError, sqlite3.Error."""
+    place().parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(place(), timeout=10, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
-        db.execute(SCHEMA)
-        db.execute(f"INSERT INTO durations VALUES ({', '.join('?' * len(NAMES))})", astuple(row))
+        for table, kind in TABLES.items():
+            columns = [field.name for field in fields(kind)]
+            db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(columns)})")
+            values = [astuple(row)] if kind is Row else [astuple(mark) for mark in marks]
+            db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})", values)
 
 
-def read(path: Path | None = None) -> History:
-    """All rows of the last year; none where there is no such file, or a damaged one."""
-    path = path or place()
+def read() -> History:
+    """All rows and marks of the last year; none where there is no such file, or a damaged one."""
+    path = place()
     if not path.is_file():
         return History([])
     for mode in ("mode=ro", "immutable=1"):
@@ -219,7 +257,15 @@ def read(path: Path | None = None) -> History:
             contextlib.suppress(sqlite3.Error),
             contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as db,
         ):
-            query = f"SELECT {', '.join(NAMES)} FROM durations WHERE t > ? ORDER BY t DESC LIMIT 20000"
-            rows = [dict(zip(NAMES, row, strict=True)) for row in db.execute(query, (time.time() - 365 * 86400,))]
-            return History(Row(**{**row, "warm": bool(row["warm"]), "finished": bool(row["finished"])}) for row in rows)
+            rows, marks = _table(db, "durations"), []
+            with contextlib.suppress(sqlite3.Error):
+                marks = _table(db, "marks")
+            known = [{**row, "warm": bool(row["warm"]), "finished": bool(row["finished"])} for row in rows]
+            return History((Row(**row) for row in known), (Mark(**mark) for mark in marks))
     return History([])
+
+
+def _table(db: sqlite3.Connection, table: str) -> list[dict[str, Any]]:
+    names = [field.name for field in fields(TABLES[table])]
+    query = f"SELECT {', '.join(names)} FROM {table} WHERE t > ? ORDER BY t DESC LIMIT 20000"
+    return [dict(zip(names, row, strict=True)) for row in db.execute(query, (time.time() - 365 * 86400,))]

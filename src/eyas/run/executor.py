@@ -196,7 +196,7 @@ class Executor:
             self.journal.event(name, service.planned.digest, "ready")
             self.watcher.note(f"{name} is ready after {service.seconds:.1f} s")
             self.loads.append((name, time.time() - service.seconds, time.time()))
-            self._note(self.expected.record(service.planned, service.seconds, True))
+            self._note(self.expected.record(service.planned, service.seconds, True, progress=service.view.progress))
             self.outlook.stale()
 
     def _note(self, text: str | None) -> None:
@@ -250,7 +250,8 @@ class Executor:
                 self._fail(name, USER_ERROR, str(gone))
         elif code == 0:
             view.ended, view.seconds = time.time(), view.folder.seconds()
-            self._note(self.expected.record(self.planned[name], _whole(view), True, size(view.folder)))
+            took, there = _whole(view), view.folder
+            self._note(self.expected.record(self.planned[name], took, True, size(there), view.progress))
             self._become(name, "finished")
         elif code in (USER_ERROR, process.KILLED):
             self._fail(name, USER_ERROR, str(error))

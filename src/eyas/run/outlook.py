@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas.files import write_json
 from eyas.plan import forecast
+from eyas.plan.digests import Planned
 from eyas.plan.durations import Estimate
 from eyas.plan.forecast import Forecast, Running
 from eyas.plan.schedule import State
@@ -56,8 +57,13 @@ class Outlook:
         steps, services = self.expected.steps(), self.expected.services()
         for name in state.running | (steps.keys() - state.finished - state.lost):
             self.views[name].expected = steps[name].seconds
-        running = {name: _running(self.views[name], now) for name in state.running}
-        loading = {name: _running(self.services[name], now) for name, ready in state.up.items() if not ready}
+        planned = {one.name: one for one in (*self.expected.plan.steps, *self.expected.plan.services)}
+        running = {name: self._running(planned[name], self.views[name], now) for name in state.running}
+        loading = {
+            name: self._running(planned[name], self.services[name], now)
+            for name, ready in state.up.items()
+            if not ready
+        }
         left = {
             name: _left(estimate, self.views[name]) if name not in state.running else estimate
             for name, estimate in steps.items()
@@ -76,6 +82,12 @@ class Outlook:
             view.critical = f"load {name}" in self.forecast.chain
             view.expected = services[name].seconds
         self._cost = time.process_time() - used
+
+    def _running(self, planned: Planned, view: View, now: float) -> Running:
+        elapsed = view.folder.seconds()
+        if elapsed is None:
+            elapsed = now - (view.began or now)
+        return Running(max(0.0, elapsed), self.expected.share(planned, view.progress, now))
 
     def ahead(self) -> Ahead | None:
         """When the run will be done; None when nothing is left."""
@@ -107,15 +119,6 @@ class Outlook:
     def write(self, run: RunFolder) -> None:
         """Write forecast.json."""
         write_json(run.forecast, self.as_json())
-
-
-def _running(view: View, now: float) -> Running:
-    progress = view.progress
-    share = progress.done / progress.total if progress.total else None
-    elapsed = view.folder.seconds()
-    if elapsed is None:
-        elapsed = now - (view.began or now)
-    return Running(max(0.0, elapsed), min(share, 1.0) if share is not None else None)
 
 
 def _left(estimate: Estimate, view: View) -> Estimate:

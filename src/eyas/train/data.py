@@ -18,12 +18,17 @@ from eyas.store.codec import FP8
 from eyas.store.layout import Layout, supervised
 from eyas.store.sample import Columns
 from eyas.store.store import FeatureStore
-from eyas.train.packing import Batch
+from eyas.train.packing import Batch, group
+from eyas.train.parallel import World
+
+WHOLE = 1 << 62
+"""Tokens of a part that holds any step whole."""
+ALONE = World()
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one rank gets of one step, in host memory: its samples one after another, undecoded, as in a shard."""
+    """A part of what one rank gets of a step, in host memory: samples one after another, undecoded, as in a shard."""
 
     step: int
     layout: Layout
@@ -35,12 +40,12 @@ class Rows:
         return [place.key for place in self.layout.places]
 
 
-class Steps(IterableDataset[Rows]):
-    """The steps of a plan, from step `first` on: what `rank` of `world` gets of each.
+class Steps(IterableDataset[list[Rows]]):
+    """The steps of a plan, from step `first` on: what this rank of `world` gets of each, in parts of `part_tokens`.
 
-    A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from which a GPU copies
-    beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states through /dev/shm:
-    `train/loader.py` reads on a thread. Raises UserError where a sample is damaged.
+    A step with fewer samples than ranks gives some ranks none. `pin`: into page-locked memory, from
+    which a GPU copies beside its work. Memory: one step's samples. Not for DataLoader workers, which would send states
+    through /dev/shm: `train/loader.py` reads on a thread. Raises UserError where a sample is damaged.
     """
 
     def __init__(
@@ -48,44 +53,36 @@ class Steps(IterableDataset[Rows]):
         store: FeatureStore,
         plan: Sequence[Sequence[int]],
         first: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        world: World = ALONE,
+        part_tokens: int = WHOLE,
         pin: bool = False,
     ) -> None:
-        assert 0 <= rank < world
         self._store, self._plan, self._first = store, plan, first
+        self._lengths = store.lengths
         self._kind = store.contract.hidden_size, getattr(torch, store.contract.dtype)
-        self._rank, self._world, self._pin = rank, world, pin
+        self._world, self._part_tokens, self._pin = world, part_tokens, pin
 
     def __len__(self) -> int:
         return len(self._plan) - self._first
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[list[Rows]]:
         assert torch.utils.data.get_worker_info() is None, "not in a DataLoader's worker"
         return map(self.read, range(self._first, len(self._plan)))
 
-    def read(self, step: int) -> Rows:
-        """Read what this rank gets of a step, side by side, in the form of a shard of its own."""
+    def read(self, step: int) -> list[Rows]:
+        """What this rank gets of a step, each part's samples side by side in the form of a shard of its own."""
         samples = self._plan[step]
-        if self._world > 1:
-            samples = share(samples, self._store.lengths, self._rank, self._world)
+        mine = [samples[i] for i in self._world.share([self._lengths[i] for i in samples])]
+        parts = group([self._lengths[i] for i in mine], self._part_tokens) or [[]]
+        return [self._read(step, [mine[i] for i in part]) for part in parts]
+
+    def _read(self, step: int, samples: Sequence[int]) -> Rows:
         found = [self._store.where(i) for i in samples]
         layout = Layout([shard.place(index) for shard, index in found], *self._kind)
         columns = layout.allocate(self._pin)
         for number, sample in enumerate(samples):
             self._store.read(sample, {name: columns[name][layout.rows(name, number)] for name in columns})
         return Rows(step, layout, columns)
-
-
-def share(samples: Sequence[int], lengths: Sequence[int], rank: int, world: int) -> list[int]:
-    """What `rank` gets of a step's samples: the longest first, each to the rank with the fewest tokens so far."""
-    tokens, mine = [0] * world, []
-    for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
-        least = tokens.index(min(tokens))
-        tokens[least] += lengths[sample]
-        if least == rank:
-            mine.append(sample)
-    return mine
 
 
 def to_batch(rows: Rows, steps: int, device: torch.device, dtype: torch.dtype) -> Batch:

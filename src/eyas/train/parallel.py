@@ -39,6 +39,18 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def share(self, lengths: list[int]) -> list[int]:
+        """Which of a global batch's samples are this rank's: long ones first, each to the rank with least to do.
+
+        In order, the same on every rank, all ranks together exactly all samples.
+        """
+        loads, shares = [0] * self.size, [[] for _ in range(self.size)]  # type: tuple[list[int], list[list[int]]]
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            least = loads.index(min(loads))
+            loads[least] += lengths[i]
+            shares[least].append(i)
+        return sorted(shares[self.rank])
+
 
 @contextlib.contextmanager
 def together(size: int, device: torch.device, work: Callable[..., Any], *arguments: Any) -> Iterator[World]:

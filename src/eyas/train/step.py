@@ -23,10 +23,10 @@ from eyas.progress import Progress, Silent
 from eyas.spec import StepSpec
 from eyas.store.shard import Sample
 from eyas.store.store import FeatureStore
-from eyas.train.data import Steps, share, to_batch
+from eyas.train.data import Steps, to_batch
 from eyas.train.loader import Loader
 from eyas.train.loop import Step, Trainer, evenly, mean_loss
-from eyas.train.packing import Batch, group, pack, plan
+from eyas.train.packing import Batch, pack, plan
 from eyas.train.parallel import World, together
 
 STATE, RESULT, CURVE = "state.safetensors", "training.json", "curve.json"
@@ -88,15 +88,15 @@ def train(world: World, spec: StepSpec, out: Path, progress: Progress) -> dict[s
     progress.total(sum(tokens), "tokens", done)
     progress.milestone("training")
 
-    def load(batch: list[int]) -> tuple[list[Batch], str]:
-        mine = share(batch, lengths, world.rank, world.size) if world.size > 1 else batch
-        parts = [[mine[i] for i in part] for part in group([lengths[i] for i in mine], config.micro_tokens)]
-        rows = list(Steps(store, parts, pin=device.type == "cuda"))
-        names = _names([key for part in rows for key in part.keys])
-        return [to_batch(part, config.ttt_steps, device, dtype) for part in rows], names
+    steps = Steps(store, batches, world=world, part_tokens=config.micro_tokens, pin=device.type == "cuda")
+
+    def load(number: int) -> tuple[list[Batch], str]:
+        parts = steps.read(number)
+        batches = [to_batch(rows, config.ttt_steps, device, dtype) for rows in parts]
+        return batches, _names([key for rows in parts for key in rows.keys])
 
     saves, evaluations = evenly(config.checkpoints, len(batches)), evenly(config.evaluations, len(batches))
-    loader = Loader(load, batches[trainer.number :], device)
+    loader = Loader(load, range(trainer.number, len(batches)), device)
     recent: list[Step] = []
     began, first = time.monotonic(), trainer.number
     for parts, names in loader:
