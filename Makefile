@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 SGLANG ?= .venv-sglang
+SSH ?= .venv-ssh
 ENGINE ?= transformers
 RUN ?= $(if $(filter sglang,$(ENGINE)),recipes/demo-sglang.yaml,recipes/demo.yaml)
 
@@ -16,12 +17,12 @@ demo: $(VENV)/.demo $(if $(filter sglang,$(ENGINE)),$(SGLANG)/.ready)
 sglang-cpu: $(SGLANG)/.ready
 
 # What CI runs: quick tests side by side, then those that start servers, one at a time.
-test: $(VENV)/.dev $(SGLANG)/.ready lint
+test: $(VENV)/.dev $(SGLANG)/.ready $(SSH)/.ready lint
 	$(VENV)/bin/python -m pytest -m "not long" -n 2 --ignore tests/engine $(ARGS)
 	$(VENV)/bin/python -m pytest -m "not long" tests/engine $(ARGS)
 
 # Minutes of kills and whole runs; results belong into benchmarks/results.
-test-long: $(VENV)/.dev $(SGLANG)/.ready
+test-long: $(VENV)/.dev $(SGLANG)/.ready $(SSH)/.ready
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
 lint: $(VENV)/.dev
@@ -51,5 +52,10 @@ $(SGLANG)/.ready: $(CPU)/requirements.txt
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
+# An OpenSSH server and rsync for the tests, where the system has none; nothing is installed.
+$(SSH)/.ready: tests/ssh/tools.sh
+	$< $(SSH)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG) runs
+	rm -rf $(VENV) $(SGLANG) $(SSH) runs

@@ -9,6 +9,7 @@ import typer
 
 from eyas import __version__
 from eyas.errors import UserError
+from eyas.hosts.commands import app as host_app
 from eyas.ui import data, regenerate
 from eyas.ui.store import commands as store_commands
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_commands, name="store")
+app.add_typer(host_app, name="host")
 RunFile = Annotated[Path, typer.Argument(help="A run file; see recipes/.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[A.B=VALUE]...", help="Single fields of the run file, as train.epochs=3.")
@@ -34,6 +36,7 @@ Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where run fol
 Run = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, or the name of one in runs/.", show_default=False)
 ]
+Host = Annotated[str | None, typer.Option(metavar="NAME", help="On this host; see `eyas host`.", show_default=False)]
 
 
 def main() -> None:
@@ -74,8 +77,16 @@ def run(
     keep: Annotated[
         list[str] | None, typer.Option(metavar="STEP", help="Keep its output though its code changed; repeatable.")
     ] = None,
+    host: Host = None,
 ) -> None:
     """Run a run file, or continue it: what is finished and undamaged is not run again."""
+    if host is not None:
+        from eyas.hosts import remote
+        from eyas.ui.single import Lines, say
+
+        options = ["--hold-on-failure", str(hold), *["--redo"] * redo, *(f"--keep={step}" for step in keep or [])]
+        asked = remote.Asked(runfile, overrides or [], options)
+        raise typer.Exit(remote.run(asked, host, runs, Lines(), say))
     from eyas.run import session
     from eyas.run.executor import STOPPED
     from eyas.ui.summary import summary
@@ -110,10 +121,17 @@ def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs"
 
 
 @app.command()
-def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def status(
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, host: Host = None
+) -> None:
     """Show how far a run is."""
     import json
 
+    if host is not None:
+        from eyas.hosts import remote
+        from eyas.ui.single import say
+
+        raise typer.Exit(remote.status(host, run.name, as_json, say))
     from eyas.ui.overview import as_text, read_status
 
     state = read_status(_folder(run))
@@ -125,14 +143,35 @@ def watch(
     run: Run,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What `status --json` gives, a line a second.")] = False,
+    host: Host = None,
+    runs: Runs = Path("runs"),
 ) -> None:
-    """Watch a run from anywhere, until its runner ends; Ctrl-C leaves it alone."""
+    """Watch a run from anywhere, until its runner ends; Ctrl-C leaves it alone. On a host, fetch its results then."""
+    if host is not None:
+        from eyas.hosts import remote
+        from eyas.ui.single import Lines, say
+
+        raise typer.Exit(remote.attach(host, run.name, runs, Lines(), say))
     from eyas.ui import overview, watch
 
     if as_json:
         overview.print_lines(_folder(run))
     else:
         watch.watch(_folder(run), _watcher(plain))
+
+
+@app.command()
+def stop(run: Run, host: Host = None) -> None:
+    """End a run and everything that it started; what is finished is kept, and the same command goes on."""
+    from eyas.run.stop import stop
+
+    if host is not None:
+        from eyas.hosts import remote
+        from eyas.ui.single import say
+
+        raise typer.Exit(remote.stop(host, run.name, say))
+    ended = stop(_folder(run))
+    print(f"ended: {', '.join(ended)}" if ended else "nothing was running")
 
 
 @app.command()

@@ -412,6 +412,11 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
     Raises UserError: file missing, not YAML, unknown key, wrong type or value.
     """
+    return parse(read(path, overrides), str(path))
+
+
+def read(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """What a run file says, overrides applied and nothing else checked. Raises UserError: missing, not YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -428,7 +433,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise UserError(f"{path}: a run file is a mapping (name: …, target: …); see recipes/demo.yaml")
     for override in overrides or []:
         _override(data, override)
-    return parse(data, str(path))
+    return data
 
 
 def parse(data: dict[str, Any], where: str) -> RunConfig:

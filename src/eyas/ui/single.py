@@ -31,7 +31,12 @@ class Lines:
 
     def milestone(self, text: str) -> None:
         """See `eyas.progress.Progress`."""
-        print(printable(text), file=sys.stderr, flush=True)
+        say(text)
 
     def metric(self, **values: float) -> None:
         """Not shown."""
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    print(printable(text, 2000), file=sys.stderr, flush=True)
