@@ -175,12 +175,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def working_under(root: Path) -> dict[int, str]:
-    """Processes whose command line or environment names a folder: all that works there."""
+    """Processes that work in a folder, or whose command line or environment names it."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (path / "cmdline").read_bytes()
-            if line and str(root).encode() in line + (path / "environ").read_bytes() and int(path.name) != os.getpid():
+            about = line + (path / "environ").read_bytes() + bytes((path / "cwd").readlink())
+            if line and str(root).encode() in about and int(path.name) != os.getpid():
                 found[int(path.name)] = line.replace(b"\0", b" ").decode()
     return found
 

@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loopback import Server, working_under
+from loopback import Proxy, Server, working_under
 
 from eyas.hosts.ssh import Link
 from eyas.run.folder import RunFolder
@@ -156,7 +157,9 @@ def test_cuts_a_killed_master_and_a_restarted_server(server: Server, proxy: Prox
             proxy.cut()
             wait(lambda times=times: proxy.made > times + 1)  # type: ignore[misc]
         wait(lambda: "one: works" in (tmp_path / "said.txt").read_text())
-        text = subprocess.run([*Link(host).ssh, "-O", "check", "box"], capture_output=True, text=True, check=False).stderr
+        text = subprocess.run(
+            [*Link(host).ssh, "-O", "check", "box"], capture_output=True, text=True, check=False
+        ).stderr
         os.kill(int(text.partition("pid=")[2].partition(")")[0]), signal.SIGKILL)
         server.stop()
         time.sleep(0.5)
@@ -176,10 +179,10 @@ def test_a_machine_that_was_started_anew(server: Server, root: Path, tmp_path: P
     with laptop(tmp_path, toys) as popen:
         wait(lambda: begun(root, "one") and far_run(root).steps()["one"].progress().done == 3)
         server.stop()
-        for pid in working_under(root / "runs") | working_under(root / "code"):
-            with contextlib.suppress(ProcessLookupError):
-                if pid != popen.pid:
-                    os.kill(pid, signal.SIGKILL)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):  # All at once, as the power goes.
+            for pid in working_under(root):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sign)
         server.start()
         gate.touch()
         said = finished(tmp_path, popen)

@@ -24,7 +24,7 @@ from eyas.hosts.there import base
 from eyas.progress import Progress
 from eyas.run.protocol import printable
 
-FINISHED, USER_ERROR, DETACHED = 0, 2, 130
+FAULT, DETACHED = 1, 130
 RESTARTS = 3
 Say = Callable[[str], None]
 
@@ -129,6 +129,9 @@ def watch(
         )
         return DETACHED
     say(f"results: {folder}")
+    if code < 0:
+        say(f"the runner on {link.host.name} was ended by signal {-code} (no memory?): the same command goes on")
+        return FAULT
     return code
 
 

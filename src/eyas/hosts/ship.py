@@ -95,9 +95,10 @@ def send_data(link: Link, sent: Parcel, rsync: bool, progress: Progress) -> bool
     """
     if link.call("shelf.have", kind="data", digests=[sent.digest])["have"]:
         return False
-    there = link.call("shelf.room", digest=sent.digest, size=sent.size)
+    rsync = rsync and shutil.which("rsync") is not None
+    there = link.call("shelf.room", digest=sent.digest, size=sent.size, rsync=rsync)
     progress.total(sent.size, "bytes")
-    if not (rsync and shutil.which("rsync")):
+    if not rsync:
         link.call("shelf.receive", _counted(sent.tar(), progress), kind="data", digest=sent.digest)
         return True
     files, wrong = [[name, sha] for name, _, sha in sent.files], [""]

@@ -69,6 +69,7 @@ def supervise(root: Path, folder: Path, job: dict[str, Any], lock: int) -> None:
     if os.fork():
         return
     os.setsid()
+    os.chdir(root)
     nothing, log = os.open(os.devnull, os.O_RDWR), os.open(folder / "log.txt", os.O_WRONLY | os.O_APPEND)
     for handle, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(handle, target)

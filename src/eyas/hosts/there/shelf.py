@@ -41,13 +41,14 @@ def have(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def room(request: dict[str, Any]) -> dict[str, Any]:
-    """Make the place for what rsync is going to bring."""
+    """Whether there is room; for rsync the folder that it is to fill."""
     root = root_of(request)
     free = shutil.disk_usage(root).free
     if free < request["size"] + LEAST_FREE:
         raise Refused(f"{root}: {free >> 20} MiB free, {request['size'] >> 20} MiB and 1 GiB of air are needed")
     place = root / "data" / ("." + request["digest"])
-    place.mkdir(exist_ok=True, mode=0o700)
+    if request["rsync"]:
+        place.mkdir(exist_ok=True, mode=0o700)
     return {"place": str(place)}
 
 
