@@ -105,7 +105,15 @@ def run(
 
 
 @app.command()
-def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+def plan(
+    runfile: RunFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    host: Host = None,
+    probe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A recorded probe, as a host's.", show_default=False)
+    ] = None,
+) -> None:
     """Show what `eyas run` would do: which steps are finished, which would run, and why. Nothing is started."""
     from eyas.run import keep
     from eyas.ui.budget import budget
@@ -118,6 +126,10 @@ def plan(runfile: RunFile, overrides: Overrides = None, runs: Runs = Path("runs"
     print("\n".join([rows, *budget(folder, config, choice.undecided)]))
     if choice.open:
         print(_changed(choice))
+    if host is not None or probe is not None:
+        from eyas.hosts import look
+
+        print("\n".join(look.fit(config, host, probe)))
 
 
 @app.command()

@@ -65,3 +65,47 @@ def remove(name: Name) -> None:
     from eyas.hosts import record
 
     record.remove(name)
+
+
+@app.command()
+def probe(
+    name: Name,
+    interpreter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Another interpreter there, as the one with SGLang; repeatable."),
+    ] = None,
+    path: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="A model or file there; repeatable.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Look at what a host has, and keep that for `eyas plan --host`."""
+    import json
+
+    from eyas.hosts import look
+
+    found = look.probe(name, interpreter or [], path or [])
+    print(json.dumps(found, indent=1, ensure_ascii=False) if as_json else look.as_text(found))
+
+
+@app.command()
+def trust(
+    name: Name,
+    fingerprint: Annotated[
+        str | None, typer.Option(metavar="SHA256:…", help="Trust this one without asking.", show_default=False)
+    ] = None,
+) -> None:
+    """Show the fingerprint of a host's key, and take it into known_hosts if you say so."""
+    from eyas.errors import UserError
+    from eyas.files import plain_os_errors
+    from eyas.hosts import record
+    from eyas.hosts import trust as keys
+
+    key = keys.offered(record.load(name))
+    print("\n".join(key.fingerprints))
+    if fingerprint is None:
+        typer.confirm(f"Is this what who runs {name} told you? Then it is written to {key.known_hosts}", abort=True)
+    elif not any(fingerprint in line.split() for line in key.fingerprints):
+        raise UserError(f"{name} shows another key than {fingerprint}: nothing was changed")
+    with plain_os_errors(key.known_hosts):
+        keys.trust(key)

@@ -45,7 +45,7 @@ class Link:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.ssh = [*_program(host), *_options(host)]
+        self.ssh = [*program(host), *_options(host)]
         """The command line of ssh, but for the destination."""
 
     def call(self, do: str, payload: Iterable[bytes] = (), **request: Any) -> dict[str, Any]:
@@ -156,7 +156,8 @@ def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
-def _program(host: Host) -> list[str]:
+def program(host: Host) -> list[str]:
+    """ssh, with the configuration that the user chose."""
     return ["ssh", *(["-F", str(Path(host.ssh_config).expanduser())] if host.ssh_config else [])]
 
 
