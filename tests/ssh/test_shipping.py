@@ -77,11 +77,11 @@ def test_tampered_code_is_never_run(link: Link, root: Path, tmp_path: Path, dama
         (there / "a.py").unlink()
     job = {"code": sent.digest, "command": ["touch", str(tmp_path / "ran")]}
     with pytest.raises(UserError, match="is not what was shipped; run the same command again"):
-        link.call("runners.start", name="x", job=job, runfile="")
+        link.call("runners.start", name="x", job=job)
     assert not (tmp_path / "ran").exists()
     assert ship.send_code(link, sent)  # Sent anew.
     on_shelf(root, "code", sent)
-    assert link.call("runners.start", name="x", job=job, runfile="")["started"]
+    assert link.call("runners.start", name="x", job=job)["started"]
 
 
 def test_half_sent_code_is_not_there(server: Server, proxy: Proxy, root: Path, tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def run(asked: Asked, host: str, runs: Path, progress: Progress, say: Say) -> in
     for parcel in parcels:
         if patiently(lambda parcel=parcel: ship.send_data(link, parcel, there["rsync"], progress), say):  # type: ignore[misc]
             say(f"{', '.join(file for file, _, _ in parcel.files[:3])} shipped to {host}")
-    python = environment.ready(link, there, code.digest, config.parse(data, str(asked.runfile)), say)
+    python = environment.ready(
+        link, there, code.digest, say, lambda link, job: Watching(link, job, None).until_end(say)
+    )
     root = there["root"]
     text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120).replace("{data}/", f"{root}/data/")
     begin = Beginning(link, name, text, code.digest, _command(python, root, name, asked.options))
@@ -89,7 +91,9 @@ class Beginning:
             "runfile": hashlib.sha256(self.text.encode()).hexdigest(),
             "on_end": self.link.host.on_end,
         }
-        did = patiently(lambda: self.link.call("runners.start", name=self.name, job=job, runfile=self.text), say)
+        did = patiently(
+            lambda: self.link.call("runners.start", name=self.name, job=job, files={"run.yaml": self.text}), say
+        )
         if not did["started"]:
             now = did["job"]
             if now.get("runfile") != job["runfile"]:

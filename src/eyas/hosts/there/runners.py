@@ -33,8 +33,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     if not code.is_dir() or digest_of(code) != job["code"]:
         raise Refused(f"{code}: is not what was shipped; run the same command again")
     (folder / "exit.json").unlink(missing_ok=True)
-    if "runfile" in request:
-        (folder / "run.yaml").write_text(request["runfile"])
+    for name, text in request.get("files", {}).items():
+        (folder / name).write_text(text)
     with (folder / "log.txt").open("ab") as log:
         job["offset"] = log.tell()
     write_json(folder / "job.json", job)

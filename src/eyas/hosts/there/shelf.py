@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import time
@@ -38,6 +40,22 @@ def have(request: dict[str, Any]) -> dict[str, Any]:
         if there.is_dir():
             found.append(digest)
     return {"have": found}
+
+
+def imports(request: dict[str, Any]) -> dict[str, Any]:
+    """Which modules an interpreter here lacks; all of them, if the environment at `ready` is not a whole one."""
+    folder = request.get("ready")
+    if folder is not None and not Path(folder, "ready.json").is_file():
+        return {"missing": request["modules"]}
+    find = (
+        "import importlib.util,json,sys;"
+        "print(json.dumps([m for m in sys.argv[1:] if importlib.util.find_spec(m) is None]))"
+    )
+    command = [request["python"], "-c", find, *request["modules"]]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        return {"missing": request["modules"]}
+    return {"missing": json.loads(done.stdout.splitlines()[-1])}
 
 
 def room(request: dict[str, Any]) -> dict[str, Any]:
