@@ -62,7 +62,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="eyas-bench-") as name:
         folder = Path(name)
-        os.environ |= {"XDG_CONFIG_HOME": name, "XDG_RUNTIME_DIR": name}
+        os.environ |= {"XDG_CONFIG_HOME": f"{name}/xdg", "XDG_RUNTIME_DIR": name}
         server = Server(folder)
         assert server.bin is not None, "needs rsync"
         os.environ["PATH"] = f"{server.bin}:{os.environ['PATH']}"

@@ -21,9 +21,9 @@ def test_fifty_cuts(server: Server, proxy: Proxy, root: Path, tmp_path: Path) ->
     chance, gate = random.Random(0), tmp_path / "gate"
     toys: dict[str, object] = {"one": {"pieces": 200, "sleep": 0.05}, "two": {"wait_for": str(gate)}}
     with laptop(tmp_path, toys) as popen:
-        wait(lambda: proxy.made)
+        wait(lambda: begun(root, "one"), 60)
         for _ in range(50):
-            time.sleep(chance.random() * 1.5)
+            time.sleep(chance.random() * 4)
             proxy.delay = chance.random() * 0.05
             proxy.cut()
         gate.touch()
