@@ -93,10 +93,10 @@ def send_data(link: Link, sent: Parcel, rsync: bool, progress: Progress) -> bool
 
     Raises LinkLost; UserError: no room there, a file that changed meanwhile.
     """
-    if link.call("shelf.have", kind="data", digests=[sent.digest])["have"]:
-        return False
     rsync = rsync and shutil.which("rsync") is not None
     there = link.call("shelf.room", digest=sent.digest, size=sent.size, rsync=rsync)
+    if there["have"]:
+        return False
     progress.total(sent.size, "bytes")
     if not rsync:
         link.call("shelf.receive", _counted(sent.tar(), progress), kind="data", digest=sent.digest)

@@ -141,7 +141,7 @@ def remote_command(python: str) -> str:
     """What the shell there is told: one interpreter, which reads all else from its standard input."""
     home = python.startswith("~/")  # Only outside of quotes is it the home folder.
     quoted = "~/" + shlex.quote(python[2:]) if home else shlex.quote(python)
-    return f"exec {quoted} -I -c {shlex.quote(BOOT)}"
+    return f"exec {quoted} -IS -c {shlex.quote(BOOT)}"
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:

@@ -59,15 +59,17 @@ def imports(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def room(request: dict[str, Any]) -> dict[str, Any]:
-    """Whether there is room; for rsync the folder that it is to fill."""
+    """Whether data are here already; else, after a look at the room that there is, the folder that rsync fills."""
     root = root_of(request)
+    if (root / "data" / request["digest"]).is_dir():
+        return {"have": True}
     free = shutil.disk_usage(root).free
     if free < request["size"] + LEAST_FREE:
         raise Refused(f"{root}: {free >> 20} MiB free, {request['size'] >> 20} MiB and 1 GiB of air are needed")
     place = root / "data" / ("." + request["digest"])
     if request["rsync"]:
         place.mkdir(exist_ok=True, mode=0o700)
-    return {"place": str(place)}
+    return {"have": False, "place": str(place)}
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
