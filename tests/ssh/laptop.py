@@ -1,4 +1,7 @@
-"""The laptop of the tests: `eyas …` as typed, whose runs are toy steps. EYAS_TOYS holds their options."""
+"""The laptop of the tests: `eyas …` as typed, whose runs are toy steps.
+
+EYAS_TOYS holds their options, EYAS_HOLD another graph and for how many seconds its services outlive a failure.
+"""
 
 import os
 import sys
@@ -9,7 +12,13 @@ from eyas.hosts import remote, ssh
 
 
 def _toys(python: str, root: str, name: str, options: list[str]) -> list[str]:
-    return [python, str(Path(__file__).with_name("fartoy.py")), f"{root}/runs/{name}", os.environ["EYAS_TOYS"]]
+    return [
+        python,
+        str(Path(__file__).with_name("fartoy.py")),
+        f"{root}/runs/{name}",
+        os.environ["EYAS_TOYS"],
+        *os.environ.get("EYAS_HOLD", "").split(),
+    ]
 
 
 remote._command = _toys

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from loopback import Proxy, Server, working_under
 
 from eyas.hosts.ssh import Link
@@ -146,6 +147,22 @@ def test_a_failed_step_is_a_failed_run_here_too(server: Server, root: Path, tmp_
         said = finished(tmp_path, popen, 2)
     assert "one: failed: sample 3 of prompts.txt is empty" in said
     assert json.loads((tmp_path / "runs" / "toy@box" / "verdict.json").read_text())["reasons"]
+
+
+def test_a_held_service_is_handed_to_the_next_runner(
+    server: Server, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.host(root)
+    monkeypatch.setenv("EYAS_HOLD", "served 60")
+    with laptop(tmp_path, {"judged": {"refuse": True}}) as first:
+        wait(lambda: "web stays up until" in (tmp_path / "said.txt").read_text())
+        first.send_signal(signal.SIGINT)
+        finished(tmp_path, first, 130)
+    with laptop(tmp_path, {}) as mended:
+        said = finished(tmp_path, mended)
+    assert "judged: finished" in said
+    assert said.count("web is ready") == 1
+    nothing_runs(root)
 
 
 def test_cuts_a_killed_master_and_a_restarted_server(server: Server, proxy: Proxy, root: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def fit(config: RunConfig, host: str | None, recorded: Path | None) -> list[str]
     lines = [f"Host {found['host']}, probed {found['time']}: {kind}, {len(found['numa'])} NUMA nodes"]
     if note := found.get("note"):
         lines.append(f"  {note}")
+    lines.append("  the times above were learned on this machine, not there")
     if (model := found["paths"].get(config.target.model)) and (read := found["root"].get("read_mb")):
         seconds = model["bytes"] / 1e6 / read
         lines.append(f"  weights {size(model['bytes'])}, read in {duration(seconds)} at {read:.0f} MB/s of root's disk")
