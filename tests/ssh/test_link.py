@@ -100,7 +100,7 @@ def test_no_shell(server: Server) -> None:
 
 
 def test_a_silent_connection_is_taken_as_lost(proxy: Proxy, server: Server, root: Path) -> None:
-    link = Link(server.host(root, server.client(proxy.port), connect_seconds=2))
+    link = Link(server.host(root, server.client(proxy.port), alive_seconds=1, connect_seconds=2))
     link.call("shelf.hello")
     proxy.silent = True
     began = time.monotonic()
