@@ -138,7 +138,7 @@ class Server:
         """Settings of a host that is this server, saved as `box`."""
         values = {
             "name": "box", "ssh": "box", "root": str(root), "python": sys.executable, "lasting": False,
-            "ssh_config": str(config or self.client()), "alive_seconds": 1, "connect_seconds": 5, **more,
+            "ssh_config": str(config or self.client()), "alive_seconds": 5, "connect_seconds": 10, **more,
         }  # fmt: skip
         made = record.make(values, "test")
         record.save(made)

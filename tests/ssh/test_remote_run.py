@@ -19,7 +19,7 @@ from eyas.run.folder import RunFolder
 RUNFILE = "name: toy\ntarget: {model: /models/none}\n"
 
 
-def wait(what: Callable[[], object], seconds: float = 20) -> None:
+def wait(what: Callable[[], object], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "waited in vain"
@@ -75,7 +75,7 @@ def attempts(root: Path) -> dict[str, int]:
 
 
 def nothing_runs(root: Path) -> None:
-    wait(lambda: not working_under(root), 20)
+    wait(lambda: not working_under(root))
 
 
 def test_a_whole_run(server: Server, root: Path, tmp_path: Path) -> None:
