@@ -43,6 +43,8 @@ class _Loader(yaml.SafeLoader):
 
 EXPONENT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+LONGEST = 1_000_000
+"""Characters of a run file at most, so that a device or a model file by mistake does not fill memory."""
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """ValueError: a date that there is not, such as 2026-02-31."""
 
@@ -418,11 +420,14 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
 def read(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
     """What a run file says, overrides applied and nothing else checked. Raises UserError: missing, not YAML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot read the run file ({error.strerror}); see recipes/ for examples") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: the run file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if len(text) > LONGEST:
+        raise UserError(f"{path}: longer than a run file can be (a million characters); see recipes/ for examples")
     try:
         data = yaml.load(text, _Loader)
     except NOT_YAML as error:

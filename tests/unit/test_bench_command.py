@@ -151,6 +151,9 @@ def test_random_tokens_are_refused_and_text_is_not(tiny_llama: Path) -> None:
     [
         (["not-an-address"], "no address of a server"),
         (["http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["http://127.0.0.1:99999"], "no address of a server"),
+        (["http://127.0.0.1:abc"], "no address of a server"),
+        (["http://[::1"], "no address of a server"),
         (["http://127.0.0.1:1", "--concurrency", "1;2"], "write numbers with commas"),
         (["http://127.0.0.1:1", "--concurrency", "0"], "concurrencies"),
         (["http://127.0.0.1:1", "--rounds", "0"], "rounds"),

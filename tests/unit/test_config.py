@@ -71,6 +71,7 @@ def test_errors_name_the_field(overrides: list[str], text: str) -> None:
         (b"target:\n  model: {{x}}", "line 2: not valid YAML (found unhashable key)"),
         (b"name: 2026-02-31", "not valid YAML (day is out of range for month)"),
         (b"\xff\xfe", "not UTF-8"),
+        (b"a" * 1_000_001, "longer than a run file can be"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, content: bytes, text: str) -> None:

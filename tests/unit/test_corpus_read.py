@@ -100,6 +100,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 def test_limit_counts_rows_of_the_file(tmp_path: Path) -> None:
     name = jsonl(tmp_path / "x.jsonl", {"prompt": ""}, {"prompt": "one"}, 7)
+    assert len(read(name, "train", 10**30)[0]) == 1
     rows, refused = read(name, "train", 2)
     assert (len(rows), len(refused)) == (1, 1)
 

@@ -299,6 +299,14 @@ def test_figures_that_are_none(learned, served, message):
         cases.read_served(served, DRAFT_TOKENS, 100)
 
 
+def test_what_cannot_be_used_is_refused_before_the_target_answers(learned, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "InProcessTarget", None)
+    with pytest.raises(UserError, match="nor a file"):
+        by_files(learned, learned.folder, served="much")
+    with pytest.raises(UserError, match="no folder"):
+        by_files(learned, learned.folder, revision=str(tmp_path / "nowhere"))
+
+
 def test_the_command(learned, tmp_path, monkeypatch, capsys):
     folder = tensors(copy(learned.folder, tmp_path / "d"), lambda state: state.pop("d2t"))
     asked = ["--target", str(learned.target.info.folder), "--prompts", str(learned.prompts)]

@@ -52,6 +52,7 @@ def test_a_run_is_watched_until_its_end(tmp_path: Path, capfd: pytest.CaptureFix
     later = toyrun.Recorder()
     watch(tmp_path / "run", later)
     assert later.looked == []
+    assert later.states == ["asked finished", "judged finished"]
     print_lines(tmp_path / "run")
     assert json.loads(capfd.readouterr().out)["steps"][1]["state"] == "finished"
 

@@ -53,6 +53,8 @@ def of_folder(
     `revision`: another version of the target that may be the one it was trained for. Beside what `diagnose` returns,
     `files` are the checks of `eyas verify` that fail. Raises UserError: draft, target, prompts or figures unusable.
     """
+    if served is not None:
+        read_served(served, draft_tokens, 1)  # what is no figure is refused before minutes are spent
     engine = Engine()
     use_threads(engine)
     device = pick_device(engine)
@@ -60,6 +62,8 @@ def of_folder(
     recorded = (config.get("eyas") or {}).get("heldout") or {}
     info = targets.inspect(target, progress)
     targets.require_in_process(info)
+    if revision is not None:
+        targets.require_in_process(targets.inspect(revision, progress))
     failed = [check for check in verify.checks(draft, info) if check.passed is False]
     for check in failed:
         if check.name in ("files", "sizes", "target"):

@@ -4,6 +4,7 @@ A conversation of several turns gives a prompt for each answer in it, and one fo
 was said before is what the data have. Rows that cannot be used are left out, each with file, line and reason.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def read(name: str, split: builtin.Split, limit: int | None = None) -> tuple[lis
     """
     usable: list[Row] = []
     refused: list[Refused] = []
-    for file, line, content in islice(contents(name, split), limit):
+    for file, line, content in islice(contents(name, split), limit and min(limit, sys.maxsize)):
         if isinstance(content, Rejected):
             refused.append(Refused(file, line, content.reason, content.detail))
         else:

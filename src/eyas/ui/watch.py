@@ -69,6 +69,9 @@ def watch(folder: Path, watcher: Watcher) -> None:
     seen.look()
     watcher.begin(seen.steps, seen.services)
     try:
+        if not seen.goes_on:
+            for view in seen.steps:
+                watcher.changed(view)
         while True:
             goes_on = seen.goes_on
             changed, milestones, ahead = seen.look()

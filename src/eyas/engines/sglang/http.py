@@ -33,11 +33,15 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # An impossible port, or brackets of an IPv6 address that do not close.
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise UserError(f"server.url: {url!r} is no address of a server; write http://host:port")
         self._secure, self._path = parts.scheme == "https", parts.path
-        self._host, self._port = parts.hostname, parts.port or (443 if self._secure else 80)
+        self._host, self._port = host, port or (443 if self._secure else 80)
         self._open: http.client.HTTPConnection | None = None
         self._stopped = threading.Event()
 
