@@ -18,7 +18,7 @@ sglang-cpu: $(SGLANG)/.ready
 
 # What CI runs: quick tests side by side, then those that start servers, one at a time.
 test: $(VENV)/.dev $(SGLANG)/.ready $(SSH)/.ready lint
-	$(VENV)/bin/python -m pytest -m "not long" -n 2 --ignore tests/engine $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not long" -n 2 --dist loadfile --ignore tests/engine $(ARGS)
 	$(VENV)/bin/python -m pytest -m "not long" tests/engine $(ARGS)
 
 # Minutes of kills and whole runs; results belong into benchmarks/results.

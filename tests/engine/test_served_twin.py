@@ -20,6 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "twin"
 
 
+@pytest.mark.long
 def test_kimi_k25_is_captured_from_and_served_with_a_draft(sglang_python: str, folder: Path) -> None:
     """Other layers than the default ones, which DeepSeek-type models are told in another way than Llamas."""
     target = configs.info(configs.KIMI_K25, Path("/nowhere"))
