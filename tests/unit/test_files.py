@@ -36,6 +36,8 @@ def test_a_damaged_json_file_is_named(tmp_path: Path) -> None:
         (errno.EDQUOT, "disk full while writing /x"),
         (errno.EROFS, "/x is on a read-only file system"),
         (errno.EACCES, "no permission for /x"),
+        (errno.EISDIR, "/x: a folder stands where a file is needed: delete it"),
+        (errno.EEXIST, "/x: a file stands where a folder is needed: delete it"),
         (errno.ENOTDIR, "/x: a file stands where a folder is needed: delete it"),
         (errno.ENAMETOOLONG, "/x: this name is too long for the file system"),
     ],
