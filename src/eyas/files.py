@@ -69,10 +69,10 @@ def plain_os_errors(where: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or where
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(where if where.exists() else Path.cwd()).free / 2**20
+            there = next((place for place in (where, *where.parents) if place.exists()), Path.cwd())
             raise UserError(
-                f"disk full while writing {path} ({free:.0f} MiB free): free some space and run the same command "
-                "again; what is finished is kept"
+                f"disk full while writing {error.filename2 or path} ({shutil.disk_usage(there).free / 2**20:.0f} MiB "
+                "free): free some space and run the same command again; what is finished is kept"
             ) from error
         if error.errno == errno.EROFS:
             raise UserError(f"{path} is on a read-only file system: choose another folder with --runs DIR") from error

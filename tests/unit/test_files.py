@@ -47,6 +47,11 @@ def test_errors_of_the_system(tmp_path: Path, number: int, text: str) -> None:
         raise OSError(number, "what", "/x")
 
 
+def test_a_copy_that_found_no_room_names_where_it_goes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="disk full while writing /to"), plain_os_errors(tmp_path):
+        raise OSError(errno.ENOSPC, "what", "/from", None, "/to")
+
+
 def test_the_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UserError, match=rf"^{tmp_path}/out: a file stands"), plain_os_errors(tmp_path):
