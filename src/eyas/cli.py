@@ -437,7 +437,12 @@ def init(
     with plain_os_errors(out):
         try:
             with out.open("x", encoding="utf-8") as file:
-                file.write(text)
+                try:
+                    file.write(text)
+                    file.flush()
+                except OSError:
+                    out.unlink(missing_ok=True)
+                    raise
         except FileExistsError:
             raise UserError(f"{out} is there already: choose another name or delete it") from None
         except FileNotFoundError:

@@ -360,7 +360,7 @@ class RunConfig(Section):
     """A whole run file."""
 
     name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**40)
     target: Target
     engine: Engine = Engine()
     server: Server = Server()

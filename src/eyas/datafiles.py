@@ -5,6 +5,7 @@ Read by the plan, which digests the files, and by the corpus, which reads them. 
 
 import glob
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from eyas.errors import UserError
@@ -48,6 +49,15 @@ def expand(name: str) -> list[str]:
     if not readable:
         raise UserError(f"{name}: holds no file that can be read; data are read from {READABLE}")
     return readable
+
+
+def refuse_inputs(names: Iterable[str], outputs: Iterable[Path]) -> None:
+    """Raises UserError: a file that is going to be written is one of those that `names` mean."""
+    written = {path.resolve() for path in outputs}
+    for name in names:
+        for file in [] if name == BUILTIN else expand(name):
+            if not file.startswith(HUB) and Path(file).resolve() in written:
+                raise UserError(f"{file}: is read here, and --out would write over it; choose another --out")
 
 
 def kind(name: str) -> str:

@@ -69,17 +69,19 @@ def plain_os_errors(where: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or where
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(where if where.exists() else Path.cwd()).free / 2**20
+            there = next((place for place in (where, *where.parents) if place.exists()), Path.cwd())
             raise UserError(
-                f"disk full while writing {path} ({free:.0f} MiB free): free some space and run the same command "
-                "again; what is finished is kept"
+                f"disk full while writing {error.filename2 or path} ({shutil.disk_usage(there).free / 2**20:.0f} MiB "
+                "free): free some space and run the same command again; what is finished is kept"
             ) from error
         if error.errno == errno.EROFS:
             raise UserError(f"{path} is on a read-only file system: choose another folder with --runs DIR") from error
-        if error.errno == errno.ENOTDIR:
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
             above = (Path(os.fsdecode(path)), *Path(os.fsdecode(path)).parents)
             in_the_way = next((place for place in above if place.is_file()), path)
             raise UserError(f"{in_the_way}: a file stands where a folder is needed: delete it") from error
+        if error.errno == errno.EISDIR:
+            raise UserError(f"{error.filename2 or path}: a folder stands where a file is needed: delete it") from error
         if error.errno == errno.ENAMETOOLONG:
             raise UserError(f"{path}: this name is too long for the file system: choose a shorter one") from error
         if error.errno in (errno.EACCES, errno.EPERM):

@@ -53,6 +53,7 @@ def test_plan_run_status(eyas: Eyas, tmp_path: Path) -> None:
     assert "two: finished before, reused" in out
     code, out, _ = eyas("plan", "toy.yaml")
     assert out.count("finished, reused") == 2
+    assert "--probe nothing.json: no such file" in eyas("plan", "toy.yaml", "--probe", "nothing.json")[2]
     code, out, _ = eyas("plan", "toy.yaml", "seed=3")
     assert out.count("would run (changed: ") == 2
     assert "Expected: " in out

@@ -42,6 +42,7 @@ def test_the_demo_recipe_and_overrides() -> None:
         ([f"name={'n' * 101}"], "name: String should have at most 100 characters"),
         (["train.betas=[0.9, 1]"], "train.betas: should be less than 1 (got 1)"),
         (["train.betas=[-0.1, 0.9]"], "train.betas: should be greater than or equal to 0 (got -0.1)"),
+        ([f"seed={2**40}"], "seed: should be less than"),
         (["train.epochs=1e-9"], "train.epochs: should be greater than or equal to 0.01"),
         (["capture.layers=[1, 2, 3, 3]"], "capture.layers: EAGLE-3 takes three different layers (got [1, 2, 3, 3])"),
         (["capture.layers=[-1, 2, 3]"], "capture.layers: ids count from 0"),

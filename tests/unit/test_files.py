@@ -36,6 +36,8 @@ def test_a_damaged_json_file_is_named(tmp_path: Path) -> None:
         (errno.EDQUOT, "disk full while writing /x"),
         (errno.EROFS, "/x is on a read-only file system"),
         (errno.EACCES, "no permission for /x"),
+        (errno.EISDIR, "/x: a folder stands where a file is needed: delete it"),
+        (errno.EEXIST, "/x: a file stands where a folder is needed: delete it"),
         (errno.ENOTDIR, "/x: a file stands where a folder is needed: delete it"),
         (errno.ENAMETOOLONG, "/x: this name is too long for the file system"),
     ],
@@ -43,6 +45,11 @@ def test_a_damaged_json_file_is_named(tmp_path: Path) -> None:
 def test_errors_of_the_system(tmp_path: Path, number: int, text: str) -> None:
     with pytest.raises(UserError, match=text), plain_os_errors(tmp_path):
         raise OSError(number, "what", "/x")
+
+
+def test_a_copy_that_found_no_room_names_where_it_goes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="disk full while writing /to"), plain_os_errors(tmp_path):
+        raise OSError(errno.ENOSPC, "what", "/from", None, "/to")
 
 
 def test_the_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,12 @@ def test_eyas_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     code, out, _ = eyas("plugin", "plug")
     assert code == 0
     assert f"export EYAS_CAPTURE={tmp_path}/plug/orders.json" in out
+
+
+def test_eyas_init_on_a_full_disk_leaves_nothing(tmp_path: Path, tmpfs: Callable[[str], Path]) -> None:
+    (tmp_path / "launch.sh").write_text(SERVE)
+    out = tmpfs("4k") / "run.yaml"
+    out.with_name("other").write_bytes(bytes(4096))
+    with pytest.raises(UserError, match=r"disk full while writing .*\(0 MiB free\)"):
+        cli.init(tmp_path / "launch.sh", out)
+    assert not out.exists(), "it would be in the way of the next attempt"

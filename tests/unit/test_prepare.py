@@ -89,6 +89,15 @@ def test_samples(tmp_path: Path, run: Run) -> None:
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
 
 
+def test_what_is_read_is_never_written_over(tmp_path: Path, run: Run) -> None:
+    run(write(tmp_path / "a.jsonl", talk("Q", "A")))
+    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    for name in (tmp_path / "out" / "samples.jsonl", tmp_path):
+        with pytest.raises(UserError, match="is read here"):
+            run(str(name))
+    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == before
+
+
 def test_nothing_is_lost_silently(tmp_path: Path, run: Run) -> None:
     """Pitfalls 26 and 27: each row is a sample, a counted duplicate, or a line of rejected.jsonl."""
     rows = [talk("Q", "A"), "", talk("Q", "A"), "{oops", talk("only a question"), {"x": 1}, talk("a", "")]

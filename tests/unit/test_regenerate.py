@@ -273,3 +273,13 @@ def test_what_is_refused(chat: Chat, tiny_llama: Path, tmp_path: Path) -> None:
     ids = write(tmp_path / "b.jsonl", {"ids": [1, 2], "spans": [[1, 2]]})
     with pytest.raises(UserError, match="1 of 1 rows have no answer"):
         command(ids, *base[1:], "--url", chat.url)
+
+
+def test_what_is_read_is_never_written_over(tiny_llama: Path, tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", TALK)
+    before = Path(name).read_bytes()
+    for out, message in [(name, "is read here"), (tmp_path, "is a folder")]:
+        with pytest.raises(UserError, match=message):
+            command(name, "--target", tiny_llama, "--out", out)
+    assert Path(name).read_bytes() == before
+    assert list(tmp_path.iterdir()) == [Path(name)]

@@ -177,6 +177,14 @@ def test_sizes_in_status_count_what_is_shared_once(folder: Path) -> None:
     assert "states on disk: " in as_text(read_status(folder))
 
 
+def test_rm_of_a_folder_of_runs_is_refused(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    result = CliRunner().invoke(app, ["store", "rm", str(folder.parent)])
+    assert isinstance(result.exception, UserError)
+    assert "holds runs" in str(result.exception)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_rm_of_a_run_frees_all_and_leaves_its_figures(folder: Path) -> None:
     assert run("rm", folder).startswith("0\n")
     assert not list(folder.rglob("*.safetensors"))

@@ -10,10 +10,11 @@ import torch
 from eyas import cli
 from eyas.draft import checkpoint
 from eyas.draft.config import DraftConfig
-from eyas.draft.files import read_tensors
+from eyas.draft.files import read_config, read_tensors
 from eyas.draft.verify import checks
 from eyas.engines import target as targets
 from eyas.engines.sglang.loader import Loader
+from eyas.errors import UserError
 from eyas.progress import Silent
 from test_chain import make_draft
 from test_inprocess import load
@@ -229,3 +230,9 @@ def test_an_interpreter_that_is_none(tmp_path):
     slow = Loader(tmp_path, interpreter(tmp_path, "", "$(sleep 60)"))
     slow.stop()
     assert slow.check().passed is None
+
+
+def test_architectures_that_are_no_list_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": 3}')
+    with pytest.raises(UserError, match=r"config\.json: architectures is 3; write a list"):
+        read_config(tmp_path)

@@ -31,7 +31,7 @@ from eyas.corpus.files import Block
 from eyas.corpus.template import NO_ANSWER, NO_REASONING, NO_TAGGED, NOT_PREFIX
 from eyas.corpus.tokens import TOO_LONG
 from eyas.corpus.work import Done, Orders, Worker
-from eyas.datafiles import BUILTIN, expand
+from eyas.datafiles import BUILTIN, expand, refuse_inputs
 from eyas.errors import UserError
 from eyas.files import replacing, write_json
 from eyas.progress import Progress
@@ -95,6 +95,7 @@ def prepare(
     """
     began = time.monotonic()
     paths = found(names)
+    refuse_inputs(names, [out / name for name in (SAMPLES, REJECTED, REPORT)])
     out.mkdir(parents=True, exist_ok=True)
     for stale in (SAMPLES, REPORT):
         (out / stale).unlink(missing_ok=True)

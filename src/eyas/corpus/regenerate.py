@@ -18,6 +18,7 @@ from eyas.corpus.conversation import Conversation, Rejected
 from eyas.corpus.read import contents
 from eyas.corpus.shapes import Tokens
 from eyas.corpus.talk import Kit, Talk, is_answer
+from eyas.datafiles import refuse_inputs
 from eyas.digests import digest_json
 from eyas.engines.sglang.http import ServerDied
 from eyas.errors import UserError
@@ -45,6 +46,9 @@ def regenerate(
     unreadable, a server that refuses or has gone, more than `max_rejected` of the rows rejected.
     """
     journal = out.with_name(out.name + ".partial")
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; --out names a file, for example {out / 'own.jsonl'}")
+    refuse_inputs(names, (out, journal, _rejected(out)))
     out.parent.mkdir(parents=True, exist_ok=True)
     done = _offsets(journal)
     resumed = len(done)

@@ -25,6 +25,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a JSON object")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'{path}: architectures is {names!r}; write a list, as ["LlamaForCausalLMEagle3"]')
     return config
 
 

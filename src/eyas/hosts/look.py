@@ -68,6 +68,8 @@ def as_text(found: dict[str, Any]) -> str:
 def fit(config: RunConfig, host: str | None, recorded: Path | None) -> list[str]:
     """What a plan says of a host, from its newest probe or a recorded one. Raises UserError: there is none."""
     settings = record.load(host) if host is not None else None
+    if recorded is not None and not recorded.is_file():
+        raise UserError(f"--probe {recorded}: no such file; recipes/probes has one, and `eyas host probe` makes one")
     found = read_json(recorded) if recorded is not None else record.last_probe(str(host))
     if not isinstance(found, dict) or not found.get("root"):
         raise UserError(f"{host or recorded}: was never probed: eyas host probe {host or 'NAME'}")

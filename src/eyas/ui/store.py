@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eyas.errors import UserError
 from eyas.room import size
 
 commands = typer.Typer(help="Look after captured states on disk.", no_args_is_help=True, rich_markup_mode=None)
@@ -90,7 +91,11 @@ def rm(place: Place) -> None:
         if (place / "plan.json").is_file():
             freed = retention.release(place)  # also what answers and captures in progress hold
         else:
-            freed = sum(_tend().remove(folder) for folder in _find(place))
+            stores = _find(place)
+            between = {above for store in stores for above in store.parents if place in above.parents}
+            if any((folder / "plan.json").is_file() for folder in between):
+                raise UserError(f"{place}: holds runs; name one of them, or a store: each is deleted by itself")
+            freed = sum(_tend().remove(folder) for folder in stores)
     print(f"{size(freed)} freed")
 
 
