@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eyas.engines.sglang.checks import Check
+from eyas.errors import UserError
 
 NAME = "SGLang's own loader"
 SCRIPT = Path(__file__).with_name("loaderprobe")
@@ -14,27 +15,30 @@ SECONDS = 300.0
 
 
 class Loader:
-    """The question, asked at once and answered later, since importing SGLang alone takes ten seconds or more."""
+    """The question, asked at once and answered later, since importing SGLang alone takes ten seconds or more.
+
+    Raises UserError: there is no such interpreter.
+    """
 
     def __init__(self, draft: Path, python: str, env: Mapping[str, str] | None = None) -> None:
         command = [python, str(SCRIPT), str(draft), str(SCRIPT.parent / "cpu")]
         self._said = ""
-        self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(
                 command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
             )
         except OSError as error:
-            self._said = f"{python}: {error.strerror}"
+            raise UserError(
+                f"{python}: cannot be run ({error.strerror}): name the interpreter that has SGLang"
+            ) from error
 
     def check(self) -> Check:
         """The answer. `passed` is None where this version of SGLang cannot be asked."""
-        if self._process is not None:
-            try:
-                self._said, _ = self._process.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                self.stop()
-                self._said = f"no answer within {SECONDS:.0f} s"
+        try:
+            self._said, _ = self._process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            self._said = f"no answer within {SECONDS:.0f} s"
         lines = self._said.strip().splitlines() or ["it said nothing"]
         try:
             found = json.loads(lines[-1])
@@ -51,6 +55,5 @@ class Loader:
 
     def stop(self) -> None:
         """End the question, if it still runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
