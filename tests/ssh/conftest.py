@@ -1,6 +1,7 @@
 """A real sshd for the tests of this folder, one a session, and a clean place for each test."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,17 @@ def sshd_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 
 @pytest.fixture
-def server(sshd_of_session: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """A running sshd; records of hosts and the working folder are the test's own."""
+def sockets() -> Iterator[Path]:
+    """A folder of the test's own for shared connections; short, since a socket's path may have some 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="e", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def server(sshd_of_session: Server, sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A running sshd; records of hosts, shared connections and the working folder are the test's own."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets))
     monkeypatch.chdir(tmp_path)
     if sshd_of_session.bin:
         monkeypatch.setenv("PATH", str(sshd_of_session.bin), prepend=os.pathsep)

@@ -221,14 +221,11 @@ def test_what_sglangs_loader_says(tmp_path, says, passed, detail):
     found = Loader(tmp_path, interpreter(tmp_path, says.replace("'", ""))).check()
     assert found.passed is passed
     assert detail.replace("'", "") in found.detail
-    with pytest.raises(UserError, match="nobody: cannot be run"):
-        Loader(tmp_path, str(tmp_path / "nobody"))
 
 
 def test_an_interpreter_that_is_none(tmp_path):
-    found = Loader(tmp_path, str(tmp_path / "nothing")).check()
-    assert found.passed is None
-    assert "No such file" in found.detail
+    with pytest.raises(UserError, match=r"nothing: cannot be run \(No such file"):
+        Loader(tmp_path, str(tmp_path / "nothing"))
     slow = Loader(tmp_path, interpreter(tmp_path, "", "$(sleep 60)"))
     slow.stop()
     assert slow.check().passed is None
